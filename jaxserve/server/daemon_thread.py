@@ -1,4 +1,4 @@
-"""Work that may hang."""
+"""Runs work that may hang on a daemon thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from concurrent.futures import Future, InvalidStateError
 
 
 def in_daemon_thread(function: Callable[[], bool]) -> Future[bool]:
-    """Unlike those of asyncio.to_thread, such a thread holds up neither the loop nor the exit."""
+    """Unlike a thread of asyncio.to_thread, it holds up neither the loop nor the exit of the
+    process."""
     future: Future[bool] = Future()
 
     def run() -> None:

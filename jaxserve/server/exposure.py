@@ -11,15 +11,15 @@ from jaxserve.server.access.options import Access
 def exposure_warnings(
     host: str, access: Access, *, http: bool, metrics: bool, batches: bool
 ) -> list[str]:
-    """One line for each thing to know before exposing the server; none if only this machine reaches
-    it.
+    """One warning for each thing to know before exposing the server; none if only this machine can
+    reach it.
 
     Args:
         host: where the server listens.
         access: who may call.
         http: whether HTTP is on.
         metrics: whether the metrics port is on.
-        batches: whether it takes batches.
+        batches: whether the server takes batches.
     """
     lines = []
     if "*" in access.cors_origins:
@@ -28,7 +28,7 @@ def exposure_warnings(
     if not _is_reachable(host):
         return lines
     tls = access.tls
-    known = tls is not None and tls.client_ca is not None  # by their certificates
+    known = tls is not None and tls.client_ca is not None  # clients are known by their certificates
     if access.keys.needed and tls is None:
         lines.append(
             f"server.host is {host}: API keys and all that is said go over the network in the "
@@ -53,10 +53,10 @@ def _open(http: bool, metrics: bool, batches: bool) -> str:
 
 
 def _is_reachable(host: str) -> bool:
-    """From other machines."""
+    """Whether other machines can reach the address."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # who listens there will find out
+        return False  # listening there will fail and say so
     addresses = (ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found)
     return not all(address.is_loopback for address in addresses)

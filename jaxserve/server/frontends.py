@@ -1,5 +1,4 @@
-"""The frontends of an engine, whether calls come over the ports of a `Server` or in the same
-process."""
+"""The frontends of an engine, for calls through the ports of a `Server` or within the process."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ _FEW_CALLS, _READERS = 64, 64
 def make_call_tracker(
     engine: EngineClient, options: ServerOptions, *sinks: Sink | None
 ) -> CallTracker:
-    """A tracker that counts how calls end, and passes them to the sinks, those that there are, and
-    the log, if there is one."""
+    """A tracker that counts how calls end, and passes them to the given sinks and to the request
+    log, if it is on."""
     known = [sink for sink in sinks if sink is not None]
     logged, prompts = options.request_log, options.log_prompts
     if logged:
@@ -63,11 +62,11 @@ class Frontends:
     Attributes:
         requests: the way to the engine.
         admission: limits the open calls that generate.
-        few: limits the open calls for files and batches, each of which may be large.
+        few: limits the open calls for files and batches, since each may be large.
         batches: None if none are taken.
-        body_bytes: the longest request of any call.
+        body_bytes: size of the longest request of any call.
         writes: limits how long a client may take to read a message.
-        middleware: around the HTTP application.
+        middleware: the middleware around the HTTP application.
     """
 
     def __init__(
@@ -97,11 +96,11 @@ class Frontends:
     def application(
         self, template: ChatTemplate, metrics: MetricsRegistry, feed: LiveFeed | None = None
     ) -> ASGIApp:
-        """HTTP's ASGI application.
+        """The ASGI application for HTTP.
 
         Args:
             template: makes prompts of chats.
-            metrics: of /metrics.
+            metrics: renders /metrics.
             feed: data for the console; None for no console.
         """
         context = RouteContext(
@@ -124,7 +123,7 @@ class Frontends:
     def batches_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's handler of jaxserve.v1.Batches."""
         admissions = {each.name: self.few for each in BATCHES.methods}
-        # Who follows a batch does so for hours.
+        # A client may follow a batch for hours.
         admissions["GetBatch"] = Admission(_READERS, "this server takes of GetBatch")
         service = BatchesService(self.batches)
         return self._calls.handler(BATCHES, service, admissions, self.body_bytes)

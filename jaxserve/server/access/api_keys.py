@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-_LOOK_S = 1.0  # how often the file is looked at, at most
+_LOOK_S = 1.0  # least seconds between two looks at the file
 
 
 class Unauthenticated(RuntimeError):
@@ -44,21 +44,21 @@ def authorization(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes |
 
 
 class Caller:
-    """The client of a call, as its API key identifies it. Without a key nothing is limited: none is
-    needed, or the request is a line of a batch. `enter`, `take_requests` and `give_back_requests`
-    are for the event loop's thread.
+    """The client of a call, as its API key identifies it. Without a key nothing is limited: either
+    the server needs no keys, or the request is a line of a batch. `enter`, `take_requests` and
+    `give_back_requests` are for the event loop's thread.
 
     Args:
         key: the caller's API key; None without one.
-        usage: what the key has open now; None begins with nothing.
+        usage: calls and requests that the key has open now; None starts at zero.
         name: name of the key, where `key` is None; "" where no keys are needed.
 
     Attributes:
-        name: as given, or of the key.
+        name: the key's name, or `name` where there is no key.
         key: as given.
-        target_headers: what the call's headers, or its metadata, say of targets, as they came; a
+        target_headers: the headers or metadata of the call that set SLO targets, unparsed. A
             frontend fills it in (`requests/target_headers.py`).
-        arrived: when the call came, as `CallRecord.began`, which fills it in; 0 for none.
+        arrived: when the call came, copied from `CallRecord.began`; 0 if it has no record.
     """
 
     def __init__(
@@ -77,16 +77,17 @@ class Caller:
 
     @property
     def most_requests(self) -> int:
-        """Requests that it may have running at once; 0 is any number."""
+        """Requests that the caller may have running at once; 0 is any number."""
         return self._limits.concurrency
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may act on the whole server: its key says so, or no keys are needed."""
+        """Whether the caller may act on the whole server: its key says so, or no keys are
+        needed."""
         return not self.name or bool(self._limits.admin)
 
     def may_use(self, adapter: str) -> bool:
-        """Whether its requests may name this adapter."""
+        """Whether the caller's requests may name this adapter."""
         return not self._limits.adapters or adapter in self._limits.adapters.split(",")
 
     def scoped(self, name: str) -> str:
@@ -99,16 +100,16 @@ class Caller:
         return scoped.removeprefix(f"{self.name}/") if self.name else scoped
 
     def enter(self, *, rated: bool = True) -> contextlib.ExitStack:
-        """Counts one more open call until the returned stack is closed. rated: whether it counts
-        against the rate limit, too. Raises RateLimited if there are too many."""
+        """Counts one more open call until the returned stack is closed. rated: whether the call
+        also counts against the rate limit. Raises RateLimited if there are too many."""
         place = contextlib.ExitStack()
         self._usage.enter(self._limits, rated=rated)
         place.callback(self._usage.leave)
         return place
 
     def take_requests(self, count: int) -> None:
-        """Counts `count` requests that go to the engine. Raises RateLimited if that is too many
-        now, and TooManyRequests if it always is."""
+        """Counts `count` requests that go to the engine. Raises RateLimited if the key may not have
+        as many now, and TooManyRequests if it never may."""
         self._usage.take_requests(self._limits, count)
 
     def give_back_requests(self, count: int) -> None:
@@ -128,7 +129,7 @@ class Keys:
         classes: names of the SLO classes that keys may name; None lets them name any.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: If the file cannot be used.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class Keys:
             log.warning("server.api_keys: %s has no keys yet: every call is refused", path)
 
     def caller(self, authorization: bytes | None) -> Caller:
-        """The caller with this authorization header, `Bearer KEY` (RFC 6750 section 2.1), or
-        without any if it is None. Raises Unauthenticated."""
+        """The caller of a call with this authorization header, `Bearer KEY` (RFC 6750 section 2.1);
+        None means that the call has no such header. Raises Unauthenticated."""
         if not self.needed:
             return Caller()
         self._look()
@@ -163,8 +164,9 @@ class Keys:
         if scheme.lower() != b"bearer":
             problem = "authorization: must be Bearer and an API key"
             raise Unauthenticated(problem, given=False)
-        # A lookup that takes longer for some tells of hashes at most, of which no key can be made,
-        # and whose hash begins like another one's nobody can choose but by trying keys.
+        # This lookup need not take constant time. Its time could only tell something of a hash. No
+        # key can be computed from a hash, and nobody can choose a key whose hash begins like
+        # another one.
         found = self._by_digest.get(digest_of(secret.strip()))
         if found is None:
             raise Unauthenticated("authorization: the API key is not one of ours", given=True)
@@ -208,7 +210,7 @@ class Keys:
             raise ValueError(f"key {key.name}: class: {problem}")
 
     def _take(self, keys: Sequence[ApiKey]) -> None:
-        # Who keeps its name keeps its count, whatever else of it has changed.
+        # A key that keeps its name keeps its usage, even if its limits have changed.
         kept = {key.name: usage for key, usage in self._by_digest.values()}
         self._by_digest = {
             key.digest: (key, kept.get(key.name) or Usage(self._clock)) for key in keys
@@ -216,7 +218,7 @@ class Keys:
 
 
 def _signature(path: Path | None) -> tuple[int, ...] | None:
-    """Changes with the file; None where there is none."""
+    """Identifies the file's current version; None if there is no file."""
     if path is None:
         return None
     try:

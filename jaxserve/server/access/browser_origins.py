@@ -1,5 +1,5 @@
-"""Whose web pages may call a server that asks for no key. Where it does, somebody else's page has
-none to show."""
+"""Which web pages may call a server that needs no API key. Where keys are needed, a foreign page
+has no key, so nothing has to be checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ORIGIN = re.compile(r"https?://([^/?#@]*)")
 
 
 class NotAllowed(RuntimeError):
-    """A browser may have been made to call. code: for programs."""
+    """A web page that is not allowed may have made a browser call. code: error code for
+    programs."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -23,19 +24,19 @@ class NotAllowed(RuntimeError):
 
 @dataclass(frozen=True)
 class Browsers:
-    """hosts: names of the server, beside localhost and all addresses; "*.example" is all below
-    it, "*" any. origins: of pages that may call, beside the server's own and those of localhost;
-    "*" is any."""
+    """hosts: names of the server, beside localhost and all addresses; "*.example" matches all
+    subdomains, "*" any name. origins: origins of pages that may call, beside the server's own and
+    those of localhost; "*" is any."""
 
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
 
     def check(self, hosts: Sequence[str], origins: Sequence[str]) -> None:
-        """Looks at a call's headers Host and Origin; what is no browser need not have them. Raises
-        NotAllowed.
+        """Checks the headers Host and Origin of a call. Clients other than browsers need not send
+        them. Raises NotAllowed.
 
-        A page whose name is made to lead here (DNS rebinding) has its browser send that name as
-        the Host, and no address, of which there are no others' pages.
+        In a DNS rebinding attack, the page's own name resolves to this server, so the browser sends
+        that name as the Host. An address as the Host is safe: no foreign page is served from it.
         """
         for host in hosts:
             if not self._is_ours(_name(host)):
@@ -60,20 +61,21 @@ class Browsers:
         if "*" in self.origins or origin in self.origins:
             return True
         found = _ORIGIN.fullmatch(origin)
-        if found is None:  # "null", for one: of a page in a sandbox
+        if found is None:  # such as "null", from a sandboxed page
             return False
         name = _name(found[1])
         return found[1].lower() in map(str.lower, hosts) or (name is not None and is_local(name))
 
 
 def _name(authority: str) -> str | None:
-    """The host of "host:port", of IPv6 without its brackets; None for what is neither."""
+    """The host of "host:port", an IPv6 address without its brackets; None if the text has another
+    form."""
     found = _AUTHORITY.fullmatch(authority.strip())
     return None if found is None else found[1].strip("[]").lower().removesuffix(".")
 
 
 def is_local(name: str) -> bool:
-    """Whether a host's name or address is this machine itself."""
+    """Whether a host name or address means this machine itself."""
     if name == _LOCAL or name.endswith(f".{_LOCAL}"):
         return True
     address = _address(name)

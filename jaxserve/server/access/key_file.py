@@ -1,9 +1,9 @@
-"""API keys as lines of text: a name, the key's hash, and what it may.
+"""API keys as lines of text: a name, the key's hash, and its limits.
 
     alice sha256:9f86d0...  rate=60 concurrency=4
 
-The key itself is nowhere but with its owner: 256 random bits, so that its SHA-256 says nothing of
-it, and needs neither salt nor a slow hash, which are for what people think of.
+Only its owner has the key itself. It has 256 random bits, so its SHA-256 reveals nothing, and needs
+neither a salt nor a slow hash as passwords do.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ LIMITS = {
     "adapters": "names of the adapters that it may use, by commas, or - for none (all)",
     "admin": "1: it may act on the whole server: reset its cache, load adapters (not)",
 }
-"""What a key may, and what that means where it says nothing, in parentheses."""
+"""The limits of a key, each with its default in parentheses."""
 REALTIME, BEST_EFFORT = TIERS = ("realtime", "best_effort")
 SLO_CLASS_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MAX_LIMIT = 1_000_000
 NO_ADAPTERS = "-"
-_PREFIX = "jx-"  # no flag begins so, and those who find one somewhere know what it is
+_PREFIX = "jx-"  # not like a flag; a leaked key is easy to recognise
 _KEY_BYTES = 32
 _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 _FIELDS = {name: name for name in LIMITS} | {"class": "slo_class"}
@@ -57,13 +57,13 @@ class ApiKey:
         files_mib: MiB that its files may take, and its batches as much again; 0 is the server's
             default.
         files: how many files it may have, and how many batches; 0 is the server's default.
-        tier: the highest tier that it may ask for, one of TIERS.
+        tier: the highest tier that its requests may ask for, one of TIERS.
         slo_class: SLO class of its requests that name none; "" is none.
-        default_tier: tier of its requests that say neither a tier nor a class, one of TIERS; "" is
-            that of `slo_class`.
-        weight: of its share of a full engine; 0 is 1.
-        max_value: the most that its requests are worth (`Request.value`), where their class says
-            more; 0 is 1.
+        default_tier: tier of its requests that name neither a tier nor a class, one of TIERS; "" is
+            the tier of `slo_class`.
+        weight: weight of its share of a full engine; 0 is 1.
+        max_value: upper bound on the value of its requests (`Request.value`), which their class
+            sets; 0 is 1.
         min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
         min_tbt_ms: the same for the time between tokens, the 99th percentile or the longest.
         min_jct_ms: the same for the last token.
@@ -91,20 +91,21 @@ class ApiKey:
 
     @property
     def limits(self) -> dict[str, int | str]:
-        """The limits that are not at their defaults, by name."""
+        """The limits that differ from their defaults, by name."""
         given = {name: getattr(self, field) for name, field in _FIELDS.items()}
         return {
             name: limit for name, limit in given.items() if limit != getattr(ApiKey, _FIELDS[name])
         }
 
     def line(self) -> str:
-        """Its line in a key file; the inverse of `parse_line`."""
+        """The key's line in a key file; the inverse of `parse_line`."""
         limits = (f"{name}={limit}" for name, limit in self.limits.items())
         return " ".join((self.name, f"sha256:{self.digest}", *limits))
 
 
 def make_key(name: str, digest: str, limits: Mapping[str, Any]) -> ApiKey:
-    """The key with limits by their names in files. Raises ValueError where they contradict."""
+    """The key with these limits, by their names in key files. Raises ValueError if they contradict
+    each other."""
     key = ApiKey(name, digest, **{_FIELDS[limit]: value for limit, value in limits.items()})
     if key.tier == BEST_EFFORT and key.default_tier == REALTIME:
         raise ValueError(f"default_tier: {REALTIME} contradicts tier={BEST_EFFORT}")
@@ -117,12 +118,12 @@ def new_secret() -> str:
 
 
 def digest_of(secret: bytes) -> str:
-    """SHA-256 of a key in hex, which is all that is stored of it."""
+    """SHA-256 of a key in hex; nothing else of the key is stored."""
     return hashlib.sha256(secret).hexdigest()
 
 
 def check_name(name: str) -> str:
-    """Returns a valid name of a key. Raises ValueError for another."""
+    """Returns the name if it is valid for a key, else raises ValueError."""
     if not NAME.fullmatch(name):
         raise ValueError(f"a name has 1 to 64 of A-Z a-z 0-9 . _ @ -, got {name!r}")
     return name
@@ -152,7 +153,7 @@ def check_limit(name: str, text: str) -> int | str:
 
 
 def parse_line(text: str) -> ApiKey | None:
-    """The key of a line; None for one that is empty or a comment (#). Raises ValueError."""
+    """The key of a line; None for an empty line or a comment (#). Raises ValueError."""
     words = text.partition("#")[0].split()
     if not words:
         return None
@@ -172,8 +173,8 @@ def parse_line(text: str) -> ApiKey | None:
 
 
 def parse_lines(text: str, source: str) -> list[ApiKey]:
-    """The keys in a text; no name or hash may be there twice. source: where the text is from, for
-    errors. Raises ValueError."""
+    """The keys in a text, in which no name or hash may occur twice. source: where the text is from,
+    for errors. Raises ValueError."""
     found: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:

@@ -1,7 +1,7 @@
-"""What the calls of one key may take, whichever frontend they come through.
+"""The limits of one API key, counted over all frontends.
 
-`concurrency` bounds two counts: calls that are open, whatever they do (files that are read, streams
-of the console), and requests that calls have with the engine, one a prompt and continuation.
+`concurrency` bounds two counts: open calls of any kind (including reads of files and streams of the
+console), and requests in the engine, one for each prompt and continuation.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable
 from jaxserve.server.access.key_file import ApiKey
 
 _RATE_WINDOW_S = 60.0
-_AGAIN_S = 1.0  # when a place may be free, at the earliest; nobody knows
+_AGAIN_S = 1.0  # Retry-After of a concurrency limit, a guess
 
 
 class RateLimited(RuntimeError):
-    """The key may not now. retry_s: when it may, in seconds from now."""
+    """The key has reached a limit for now. retry_s: when to try again, in seconds from now."""
 
     def __init__(self, message: str, retry_s: float) -> None:
         super().__init__(message)
@@ -28,20 +28,21 @@ class TooManyRequests(ValueError):
 
 
 class Usage:
-    """Of one key, on the event loop's thread. The rate is a token bucket: one token per call, as
-    many as the key may call a minute at most, and so many a minute come back. clock: seconds.
+    """Usage of one key; used on the event loop's thread. The rate limit is a token bucket: a call
+    takes one token, the bucket holds `rate` tokens, and `rate` tokens a minute come back. clock:
+    seconds.
 
-    calls, requests: how many it has open, and with the engine.
+    calls, requests: numbers of open calls, and of requests in the engine.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._spent, self._since = 0.0, clock()  # tokens that are not in the bucket, and then
+        self._spent, self._since = 0.0, clock()  # tokens missing from the bucket, and since when
         self.calls = self.requests = 0
 
     def enter(self, key: ApiKey, *, rated: bool = True) -> None:
-        """One more call. rated: it counts against the rate, too. Raises RateLimited; then it counts
-        nowhere."""
+        """Counts a call. rated: whether it also counts against the rate. Raises RateLimited, and
+        then does not count the call."""
         if key.concurrency and self.calls >= key.concurrency:
             raise _full(key, f"{self.calls} calls are open")
         if key.rate and rated:
@@ -49,12 +50,12 @@ class Usage:
         self.calls += 1
 
     def leave(self) -> None:
-        """One has ended."""
+        """Counts a call that has ended."""
         self.calls -= 1
 
     def take_requests(self, key: ApiKey, count: int) -> None:
         """Counts `count` requests of a call. Raises RateLimited, or TooManyRequests if they will
-        never fit; then they are not counted."""
+        never fit, and then does not count them."""
         limit = key.concurrency
         if limit and count > limit:
             asked = f"the call asks for {count} requests (one a prompt and continuation)"
@@ -71,7 +72,7 @@ class Usage:
         now, a_token_s = self._clock(), _RATE_WINDOW_S / key.rate
         self._spent = max(0.0, self._spent - (now - self._since) / a_token_s)
         self._since = now
-        # A limit that was lowered meanwhile: nobody waits for longer than the window.
+        # The limit may have been lowered meanwhile: nobody waits for longer than the window.
         self._spent = min(self._spent, float(key.rate))
         short = self._spent + 1 - key.rate
         if short > 1e-9:

@@ -13,8 +13,8 @@ from jaxserve.server.access.browser_origins import Browsers
 from jaxserve.server.access.key_file import parse_lines
 from jaxserve.server.access.tls import Tls
 
-KEYS_VARIABLE = "JAXSERVE_API_KEYS"  # of a server
-KEY_VARIABLE = "JAXSERVE_API_KEY"  # of a client
+KEYS_VARIABLE = "JAXSERVE_API_KEYS"  # read by servers
+KEY_VARIABLE = "JAXSERVE_API_KEY"  # read by clients
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Access:
 
     Attributes:
         keys: the API keys.
-        tls: TLS of all ports; None is in the clear.
+        tls: TLS of all ports; None serves plain text.
         cors_origins: origins of pages that may call from a browser; "*" is any.
         hosts: names of the server that browsers may use.
     """

@@ -76,8 +76,8 @@ def _pair_problem(error: ssl.SSLError, tls: Tls) -> str:
 
 
 def _seen_by_a_client(tls: Tls) -> str | None:
-    """What is wrong with the certificate's time: a handshake in memory, with a client who trusts
-    the certificate itself."""
+    """Checks the certificate's validity period by a handshake in memory, with a client that trusts
+    the certificate itself. Returns what is wrong with it, if anything."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(tls.cert, tls.key)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -92,6 +92,6 @@ def _seen_by_a_client(tls: Tls) -> str | None:
                 end.do_handshake()
     except ssl.SSLCertVerificationError as error:
         return _OTHER_TIME.get(error.verify_code)
-    except ssl.SSLError:  # some other trouble, which real handshakes will tell of
+    except ssl.SSLError:  # another error, which real handshakes will report
         return None
     return None

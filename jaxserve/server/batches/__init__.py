@@ -1,2 +1,2 @@
 """Batches of best-effort requests that survive the server: `Journal` keeps them on disk,
-`BatchRunner` serves them. Neither knows through which frontend they came."""
+`BatchRunner` serves them. Neither knows which frontend a batch came through."""

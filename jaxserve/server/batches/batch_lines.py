@@ -17,8 +17,8 @@ from jaxserve.server.requests.call_errors import call_error_of
 from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 
 MAX_LINE_BYTES = 4 << 20
-"""Of a line's JSON in the journal, which is ASCII: a prompt of four million Latin characters,
-700,000 others or half a million token ids."""
+"""Most bytes of a line's JSON in the journal. It is ASCII, so this is a prompt of four million
+Latin characters, of 700,000 others, or of half a million token ids."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Line:
         name: the client's id of the line, or empty.
         cache_salt: as `Request.cache_salt`.
         prediction: as in `RequestFields`.
-        note: what its frontend wants to find in the result, JSON values by name.
+        note: JSON values by name, which its frontend gets back with the result.
     """
 
     prompt: str | tuple[int, ...]
@@ -42,8 +42,8 @@ class Line:
     note: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The line as JSON. Equal lines have equal texts, also those of a server from before there
-        were salts, predictions or notes."""
+        """The line as JSON. Equal lines have equal texts, even if one was stored by an older server
+        that had no salts, predictions or notes."""
         fields = _fields(self)
         for name in ("cache_salt", "prediction", "note"):
             if not fields[name]:
@@ -63,7 +63,7 @@ class Line:
 
     @property
     def continuations(self) -> int:
-        """How many it asks for."""
+        """Number of continuations that the line asks for."""
         return int(self.sampling.get("n", 1))
 
     def fields(self, caller: Caller | None = None) -> RequestFields:
@@ -84,8 +84,8 @@ class Line:
         problem: InvalidRequest | None = None,
         named: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> NewLine:
-        """The line for the journal, with an error as its result if it is too large, its frontend
-        found a problem, or the engine would not serve it. Called on a thread that may wait, see
+        """The line for the journal. It gets an error as its result if it is too large, its frontend
+        found a problem, or the engine would refuse it. Call this on a thread that may block, see
         `EngineRequests.read_lines`.
 
         Args:
@@ -99,7 +99,7 @@ class Line:
         try:
             if len(text) > MAX_LINE_BYTES:
                 limits = f"takes {len(text):,} bytes; at most {MAX_LINE_BYTES:,} are allowed"
-                text = hashlib.sha256(text.encode()).hexdigest()  # nobody needs all of it
+                text = hashlib.sha256(text.encode()).hexdigest()  # only compared, so a hash will do
                 raise InvalidRequest("line", limits)
             if problem is not None:
                 raise problem
@@ -125,13 +125,13 @@ class LineError:
 
     @classmethod
     def from_error(cls, error: Exception) -> LineError:
-        """For an error of building or serving the line's request."""
+        """The error of a line whose request could not be built or served."""
         known = call_error_of(error)
         return cls("INTERNAL" if known is None else known.grpc_code, str(error))
 
     @classmethod
     def no_room(cls, size: int) -> LineError:
-        """For a result of `size` bytes, which the owner's batches have no room for."""
+        """The error for a result of `size` bytes that does not fit into the owner's quota."""
         problem = f"has {size:,} bytes, for which the batches of the key have no room"
         return cls(NO_ROOM, f"the result {problem} (server.batch_gib); delete some")
 
@@ -169,7 +169,7 @@ class Result:
         name: the client's id of the line, or empty.
         completions: by index.
         error: why the line failed; None if it did not.
-        note: as the line has it.
+        note: the line's note.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         """The inverse of `to_json`."""
-        found = json.loads(text, parse_float=lambda number: float(number))  # as in `_fields`
+        found = json.loads(text, parse_float=lambda number: float(number))  # see `_fields`
         error = found["error"]
         completions = tuple(_completion(each) for each in found["completions"])
         failed = None if error is None else LineError(**error)
@@ -192,8 +192,8 @@ class Result:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    """Of a dataclass, for json. No method of C: in a result of many tokens, other threads have
-    their turn whenever it is called."""
+    """A dataclass's fields, for json. It is deliberately not a C function: json calls it for each
+    entry of a long result, and other threads can run whenever it does."""
     return vars(value)
 
 
@@ -205,13 +205,13 @@ def _completion(found: dict[str, Any]) -> Completion:
     for name in ("logprobs", "prompt_logprobs"):
         found[name] = tuple(
             TokenLogprobs(each["token_id"], each["logprob"], _frozen(each["top"]))
-            for each in found.get(name, ())  # an older journal has none of prompts
+            for each in found.get(name, ())  # older journals have no prompt_logprobs
         )
     return Completion(**found)
 
 
 def _frozen(value: Any) -> Any:
-    """Lists, however deep, as the tuples that they were."""
+    """The value with all nested lists turned back into tuples."""
     if isinstance(value, dict):
         return {name: _frozen(each) for name, each in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

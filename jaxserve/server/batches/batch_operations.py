@@ -29,7 +29,7 @@ from jaxserve.server.requests.call_outcome import CallTracker
 from jaxserve.server.requests.engine_requests import EngineRequests
 
 PAGE_BYTES = 1 << 20
-"""Of results that are read at once."""
+"""Bytes of results that are read at once."""
 _CLEAN_S = 3600.0
 
 
@@ -38,8 +38,8 @@ class BatchSettings:
     """The journal and its limits.
 
     Attributes:
-        journal: open; whoever opened it closes it.
-        in_flight: continuations of batches that the engine gets at once at most.
+        journal: the open journal; whoever opened it closes it.
+        in_flight: most continuations of batches in the engine at once.
         keep_s: seconds after which a batch is deleted if nothing happens to it.
         key_share: share of the journal that an API key may use, unless the key has a limit of its
             own.
@@ -103,11 +103,11 @@ class Batches:
 
     @property
     def max_bytes(self) -> int:
-        """What the journal may take, in bytes."""
+        """Largest size of the journal, in bytes."""
         return self._journal.max_bytes
 
     def quota(self, caller: Caller) -> Quota:
-        """What the caller's batches may take, and its files as much again."""
+        """Quota of the caller's batches; its files have the same quota again."""
         settings, key = self._settings, caller.key
         if key is None:
             return Quota(self.max_bytes, settings.key_files)
@@ -127,14 +127,14 @@ class Batches:
         await self._runner.stop()
 
     def closed(self) -> None:
-        """Wakes those who wait for results, since the engine takes no requests any more."""
+        """Wakes the readers that wait for results, since the engine takes no more requests."""
         self._runner.announce()
 
     async def checked(
         self, lines: Iterable[tuple[Line, InvalidRequest | None]], owner: str
     ) -> list[NewLine]:
-        """The owner's lines for `submit`, each given with the problem that its frontend found, if
-        any. A line with a problem gets it as its result."""
+        """The owner's lines for `submit`, each with the problem that its frontend found, if any. A
+        problem becomes the line's result."""
         requests = self._requests
         return await requests.read_lines(
             owner, lambda given: given[0].checked(requests, owner, given[1]), lines
@@ -161,7 +161,7 @@ class Batches:
             note: text to keep with a new batch.
 
         Raises:
-            EngineStopped: the server takes no requests any more.
+            EngineStopped: If the server takes no more requests.
         """
         self._requests.check_open()
         name, model = batch_id or uuid.uuid4().hex, self._requests.info().model
@@ -187,8 +187,8 @@ class Batches:
     async def results(
         self, batch_id: str, first: int, *, follow: bool, owner: str = ""
     ) -> AsyncGenerator[tuple[Progress, list[Outcome]], None]:
-        """Yields pages of the batch's status and results, in the order of lines, and a page without
-        results at the end.
+        """Yields pages of the batch's status and results in the order of lines. The last page has
+        no results.
 
         Args:
             batch_id: the batch's id.
@@ -198,8 +198,8 @@ class Batches:
             owner: as for all methods.
 
         Raises:
-            EngineStopped: `follow`, and the server stops first.
-            BatchConflict: `follow`, and the batch is for another model than the server's.
+            EngineStopped: If `follow` is set and the server stops first.
+            BatchConflict: If `follow` is set and the batch is for another model than the server's.
         """
         while True:
             news = self._runner.news()
@@ -220,7 +220,7 @@ class Batches:
         return self._progress(status)
 
     async def delete(self, batch_id: str, owner: str = "") -> None:
-        """Deletes a batch with its results. Their room is free when this returns."""
+        """Deletes a batch with its results. Their space is free when this returns."""
         await self._disk.run(self._journal.delete, batch_id, owner)
         self._runner.announce()
         await self._in_turns(self._journal.sweep)
@@ -230,7 +230,7 @@ class Batches:
     def _page(
         self, batch_id: str, first: int, gapless: bool, owner: str
     ) -> tuple[Status, list[Outcome]]:
-        # In this order: a batch that was over before has all its results.
+        # In this order: if the batch was over when its status was read, all its results are there.
         status = self._journal.status(batch_id, owner)
         page = self._journal.results(
             batch_id, first, max_bytes=PAGE_BYTES, gapless=gapless, owner=owner
@@ -250,7 +250,7 @@ class Batches:
             raise BatchConflict(f"batch_id: batch {status.batch_id!r} {problem}")
 
     async def _in_turns(self, step: Callable[[], bool]) -> None:
-        """Repeats a step until it returns False, and lets others use the disk in between."""
+        """Repeats a step until it returns False. Other calls may use the disk in between."""
         while await self._disk.run(step):
             pass
 

@@ -29,7 +29,7 @@ from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.output_streams import Delta, RequestFailed, Stream, StreamFailed
 
 RETRY_S = 0.5
-"""Until the next try where the engine's queue is full, or the disk has failed."""
+"""Seconds until the next try after the engine's queue was full or the disk failed."""
 _AHEAD = 64  # lines read from the journal at once
 _END = Position(2**62, 0)
 
@@ -60,7 +60,7 @@ class BatchRunner:
         journal: the batches.
         disk: makes the calls to the journal.
         tracker: counts the lines that are served.
-        in_flight: continuations that the engine gets at once at most; a single line may have more.
+        in_flight: most continuations in the engine at once; a single line may have more.
     """
 
     def __init__(
@@ -74,17 +74,17 @@ class BatchRunner:
         self._requests, self._tracker, self._limit = requests, tracker, in_flight
         self._journal, self._disk = journal, disk
         self._model = requests.info().model
-        self._read: dict[str, Position] = {}  # by owner, the last line that was read of theirs
-        self._starting: set[str] = set()  # owners who have lines that were read and wait to start
-        self._turns = asyncio.Lock()  # of owners at the room in the engine: it is fair
-        self._in_flight: dict[tuple[int, int], int] = {}  # batch and line: continuations
+        self._read: dict[str, Position] = {}  # by owner, the last line that was read
+        self._starting: set[str] = set()  # owners with lines that were read and wait to start
+        self._turns = asyncio.Lock()  # owners take turns at the room in the engine; fair
+        self._in_flight: dict[tuple[int, int], int] = {}  # continuations by (batch, line)
         self._streams: dict[tuple[int, int], Stream] = {}
         self._dropped: set[int] = set()  # batches whose lines are not to start any more
         self._finished: list[Outcome] = []
         self._work, self._freed, self._results = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._news = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._log = RateLimitedLog()  # a disk is full for hours
+        self._log = RateLimitedLog()  # a disk may be full for hours
         self.failure: str | None = None
 
     def start(self) -> None:
@@ -93,7 +93,7 @@ class BatchRunner:
         self._spawn(self._write())
 
     async def stop(self) -> None:
-        """Writes the results of finished lines and cancels the others, which wait for the next
+        """Writes the results of finished lines and cancels the other lines, which wait for the next
         server."""
         for stream in self._streams.values():
             self._requests.end_stream(stream)
@@ -101,7 +101,7 @@ class BatchRunner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        with contextlib.suppress(sqlite3.Error):  # then they are served again
+        with contextlib.suppress(sqlite3.Error):  # lines without a stored result are served again
             await self._disk.run(self._journal.record, self._finished)
         self.announce()
 
@@ -118,15 +118,15 @@ class BatchRunner:
         self.announce()
 
     def running(self, batch: int) -> int:
-        """Lines of a batch, by its key, that the engine has."""
+        """Number of a batch's lines in the engine. The batch is given by its key."""
         return sum(key == batch for key, _ in self._streams)
 
     def news(self) -> asyncio.Event:
-        """Set once there is something new to read of any batch. Take it before you read."""
+        """An event that is set once any batch has something new to read. Take it before reading."""
         return self._news
 
     def announce(self) -> None:
-        """Sets `news`."""
+        """Wakes all who wait for `news`."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -143,8 +143,8 @@ class BatchRunner:
             self.announce()
 
     async def _feed(self) -> None:
-        """Each owner's lines start in a task of their own: one that has to wait, for its grammar or
-        its owner's share of the queue, holds up no other owner's."""
+        """Starts the lines of each owner in a task of their own. A line may have to wait for its
+        grammar or for its owner's share of the queue; it must not hold up other owners' lines."""
         while True:
             self._work.clear()
             after = self._read | dict.fromkeys(self._starting, _END)
@@ -166,9 +166,9 @@ class BatchRunner:
             if work.batch not in self._dropped:
                 try:
                     await self._start(work, line)
-                except EngineStopped:  # the others wait for the next server, too
+                except EngineStopped:  # the remaining lines wait for the next server, too
                     return
-            await asyncio.sleep(0)  # the next owner's turn
+            await asyncio.sleep(0)  # lets the next owner's task run
         self._starting.discard(owner)
         self.wake()
 
@@ -183,7 +183,7 @@ class BatchRunner:
                     if request is None:
                         request = await self._requests.make_request(line.fields(record.caller))
                         record.charge((request,))
-                    elif not self._fits(request.sampling.n):  # any more: others have started
+                    elif not self._fits(request.sampling.n):  # other lines have started meanwhile
                         await self._room(request.sampling.n)
                     else:
                         stream = self._requests.open_stream(request, bounded=False, record=record)
@@ -200,7 +200,7 @@ class BatchRunner:
                 outcome = CallOutcome.ENGINE_FAILED
             raise
         except Exception as error:
-            if isinstance(error, InvalidRequest):  # the model is another one of the same name
+            if isinstance(error, InvalidRequest):  # another model is served under the same name
                 outcome = CallOutcome.INVALID
             else:
                 outcome = CallOutcome.FAILED
@@ -214,7 +214,7 @@ class BatchRunner:
         return not self._in_flight or sum(self._in_flight.values()) + n <= self._limit
 
     async def _room(self, n: int) -> None:
-        async with self._turns:  # nobody overtakes a line that needs much room
+        async with self._turns:  # no line overtakes one that needs much room
             while not self._fits(n):
                 self._freed.clear()
                 await self._freed.wait()
@@ -239,7 +239,7 @@ class BatchRunner:
                 outcome = CallOutcome.CANCELLED
         except RequestFailed as error:
             whole, outcome, failed = None, CallOutcome.FAILED, LineError.from_error(error)
-        except (StreamFailed, EngineStopped):  # the engine: the line waits for the next server
+        except (StreamFailed, EngineStopped):  # the line waits for the next server
             whole, outcome = None, CallOutcome.ENGINE_FAILED
         finally:  # or this task is cancelled, when the server stops
             self._over(record, outcome)
@@ -316,7 +316,7 @@ def _completion(whole: Delta) -> Completion:
         token_ids=tuple(whole.token_ids),
         finish_reason=last.finish_reason,
         usage=last.usage,
-        timings=dataclasses.replace(last.timings, preempted=()),  # of any number
+        timings=dataclasses.replace(last.timings, preempted=()),  # there may be any number of them
         logprobs=tuple(whole.logprobs),
         prompt_logprobs=tuple(whole.prompt_logprobs),
     )

@@ -13,13 +13,13 @@ LOCK = "lock"  # the file that is locked
 
 
 class NotWritable(ConfigError):
-    """There is no such directory, and it cannot be made, or not be written."""
+    """The directory cannot be made or written to."""
 
 
 def lock_directory(path: Path) -> IO[str]:
-    """Makes the directory, for its owner's eyes only, if it is not there, and locks it until what
-    is returned is closed; the system lets go of it when the process ends, however that happens.
-    Raises ConfigError where another has it, and its NotWritable where it cannot be written."""
+    """Makes the directory if it is missing, readable by its owner only, and locks it until the
+    returned file is closed or the process ends. Raises ConfigError if another process has locked
+    it, and NotWritable if it cannot be written to."""
     file = path / LOCK
     held: IO[str] | None = None
     try:

@@ -1,9 +1,9 @@
 """Batches on disk, in SQLite, so that a server that is killed loses none of them.
 
-What a method has returned, or reported as stored, is on the disk: each is one transaction of a
+Whatever a method has reported as stored is on the disk: each call is one transaction of a
 write-ahead log that is fsynced when it commits (PRAGMA synchronous=FULL,
-https://sqlite.org/wal.html). Lines that are being served are not marked: one without a result is
-waiting, so after a crash it is served again, and a result counts once because (batch, line) is its
+https://sqlite.org/wal.html). Lines that are being served are not marked: a line without a result is
+waiting, so it is served again after a crash. A result counts once because (batch, line) is its
 primary key.
 """
 
@@ -37,10 +37,10 @@ from jaxserve.server.batches.records import (
 )
 
 MAX_LINES = 100_000
-"""Of one batch."""
+"""Most lines of one batch."""
 _BEGINNING = Position(0, -1)
 _SWEEP_S, _SWEEP_PAGES = 0.05, 2000
-_NOBODY = "/"  # whose forgotten batches are, until they are gone; keys' names have no slash
+_NOBODY = "/"  # owner of deleted batches; keys' names have no slash
 _FORGET = f"UPDATE batches SET owner = '{_NOBODY}', batch_id = key, note = '', bytes = 0"
 _STATUS = (
     "SELECT key, batch_id, model, state, num_lines, done, failed, changed, owner, note FROM batches"
@@ -48,21 +48,21 @@ _STATUS = (
 
 
 class Journal:
-    """The batches in a directory, which no other process may open meanwhile. Any thread may call
-    any method. Methods raise sqlite3.Error if the disk fails.
+    """The batches in a directory, which one process has open at a time. Any thread may call any
+    method. Methods raise sqlite3.Error if the disk fails.
 
-    Their `owner` is the name of the calling API key, which has ids of its own and sees its own
-    batches only. "" sees all; of several batches with one id it gets the one without an owner, or
+    Their `owner` is the name of the calling API key. Each key has its own ids and sees only its own
+    batches. "" sees all; if several batches share an id, it gets the one without an owner, or else
     the first.
 
     Args:
         directory: where the journal is.
-        max_bytes: size of the journal from which on no more lines are accepted. Results are stored
-            even then, until their owner's batches take as much.
+        max_bytes: size of the journal above which no more lines are accepted. Results are still
+            stored, until their owner's batches take as much.
         clock: seconds since the epoch.
 
     Raises:
-        ConfigError: the directory is in use, cannot be written or holds something else.
+        ConfigError: If the directory is in use, cannot be written to or holds something else.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Journal:
             self._held.close()
 
     def close_unused(self) -> None:
-        """Closes it, and removes its files if no batch has ever come."""
+        """Closes the journal, and removes its files if it never had a batch."""
         with self._lock:
             unused = self._db.execute("SELECT 1 FROM batches").fetchone() is None
             self._db.close()
             if unused:
                 self.path.unlink(missing_ok=True)
-                self.path.with_name(LOCK).unlink(missing_ok=True)  # last, while it is held
+                self.path.with_name(LOCK).unlink(missing_ok=True)  # last, while the lock is held
             self._held.close()
 
     def append(
@@ -107,7 +107,7 @@ class Journal:
         quota: Quota | None = None,
     ) -> Status:
         """Adds lines number `first`, `first` + 1, ... to a batch, which is created if it does not
-        exist and `first` is 0. Lines that it already has must be the same, so a call can be
+        exist and `first` is 0. Lines that the batch already has must be the same, so a call can be
         repeated.
 
         Args:
@@ -122,7 +122,7 @@ class Journal:
             quota: the owner's, which results may exceed; None is unlimited.
 
         Raises:
-            BatchRefused: UnknownBatch, MissingLines, OtherLines, BatchConflict or JournalFull.
+            BatchRefused: As UnknownBatch, MissingLines, OtherLines, BatchConflict or JournalFull.
                 Nothing has changed then.
         """
         with self._transaction() as db:
@@ -161,7 +161,7 @@ class Journal:
 
     def noted(self, owner: str, *, after: str | None, limit: int) -> list[Status]:
         """At most `limit` batches that have a note, the latest first, starting behind the one with
-        the id `after`. Raises UnknownBatch if that one does not exist."""
+        the id `after`. Raises UnknownBatch if there is no such batch."""
         with self._lock:
             before = 2**62 if after is None else self.status(after, owner).key
             rows = self._db.execute(
@@ -184,7 +184,7 @@ class Journal:
             owner: as for all methods.
 
         Raises:
-            UnknownBatch: there is no such batch.
+            UnknownBatch: If there is no such batch.
         """
         found: list[Outcome] = []
         with self._lock:
@@ -252,8 +252,8 @@ class Journal:
         return found
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Stores results. Those of a batch that has ended, was cancelled or is gone are dropped,
-        and a line that has a result keeps it."""
+        """Stores results. Results of a batch that has ended, was cancelled or is gone are dropped,
+        and a line that already has a result keeps it."""
         with self._transaction() as db:
             for given in outcomes:
                 whole = replace(given, result=given.instead, failed=True)
@@ -274,8 +274,8 @@ class Journal:
                 self._end_if_whole(key)
 
     def cancel(self, batch_id: str, owner: str = "") -> Status:
-        """Lines without a result get none any more; nothing happens to a batch that is over. Raises
-        UnknownBatch."""
+        """Cancels a batch: its lines without a result never get one. Does nothing if the batch is
+        over. Raises UnknownBatch."""
         with self._transaction():
             status = self.status(batch_id, owner)
             if not status.over:
@@ -283,7 +283,7 @@ class Journal:
             return self.status(batch_id, owner)
 
     def delete(self, batch_id: str, owner: str = "") -> None:
-        """Deletes a batch with its results; `sweep` frees their room. Raises UnknownBatch, and
+        """Deletes a batch with its results; `sweep` frees their space. Raises UnknownBatch, and
         BatchConflict for a batch that is being served."""
         with self._transaction() as db:
             status = self.status(batch_id, owner)
@@ -293,7 +293,7 @@ class Journal:
             db.execute(f"{_FORGET} WHERE key = ?", (status.key,))
 
     def clean(self, keep_s: float) -> int:
-        """Deletes batches, as `delete` does, that are over or were never committed, and have not
+        """Deletes, as `delete` does, the batches that are over or were never committed and have not
         changed for keep_s seconds. Returns how many."""
         with self._transaction() as db:
             cursor = db.execute(
@@ -303,8 +303,8 @@ class Journal:
         return cursor.rowcount
 
     def sweep(self) -> bool:
-        """Frees some of the room of deleted batches in about 50 ms, so that other calls get their
-        turn: SQLite reads all that it deletes, at 14 ms a MB. Returns whether there is more to
+        """Frees some of the space of deleted batches in about 50 ms, so that other calls get their
+        turn: SQLite reads all that it deletes, at 14 ms per MB. Returns whether there is more to
         do."""
         until = time.monotonic() + _SWEEP_S
         with self._transaction() as db:
@@ -323,17 +323,17 @@ class Journal:
         return False
 
     def shrink(self) -> bool:
-        """Gives some of the free room back to the disk, in steps as `sweep` does. Returns whether
-        there is more to do."""
+        """Returns some of the free space to the file system, in small steps like `sweep`. Returns
+        whether there is more to do."""
         with self._lock:
             free = self._pragma("freelist_count")
-            # Not `execute`, which does only the first step of it.
+            # Not `execute`, which would run only the first step of the PRAGMA.
             self._db.executescript(f"PRAGMA incremental_vacuum({_SWEEP_PAGES})")
             return free > self._pragma("freelist_count") > 0
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, self._db:  # which commits, or rolls back, what begins here
+        with self._lock, self._db:  # `_db` commits or rolls back the transaction
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db
 
@@ -422,7 +422,7 @@ class Journal:
         )
 
     def _size(self) -> int:
-        """Bytes in use, without those of forgotten batches."""
+        """Bytes in use, without those of deleted batches."""
         pages = self._pragma("page_count") - self._pragma("freelist_count")
         return pages * self._pragma("page_size")
 
@@ -431,7 +431,7 @@ class Journal:
 
 
 def owner_words(owner: str) -> str:
-    """For errors."""
+    """The owner as errors name it."""
     return f"key {owner}" if owner else "all"
 
 

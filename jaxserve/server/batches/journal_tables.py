@@ -8,8 +8,8 @@ from pathlib import Path
 
 from jaxserve.config import ConfigError
 
-_VERSION = 2  # of the tables
-_LOG_BYTES = 64 << 20  # of the write-ahead log, once what was in it has been written back
+_VERSION = 2  # version of the tables
+_LOG_BYTES = 64 << 20  # the write-ahead log's size after a checkpoint
 _BATCHES = """
 CREATE TABLE batches (
     key INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -45,7 +45,7 @@ CREATE TABLE results (
     PRIMARY KEY (batch, line)
 );
 """
-# Version 1 had owners in a table of their own, if at all, and ids were everybody's. Foreign keys
+# Version 1 had no owners, or had them in a table of their own, and ids were shared. Foreign keys
 # are off meanwhile (https://sqlite.org/lang_altertable.html#otheralter).
 _FROM_1 = f"""
 CREATE TABLE IF NOT EXISTS owners (batch INTEGER PRIMARY KEY, owner TEXT NOT NULL);
@@ -62,9 +62,9 @@ DROP TABLE owners;
 
 
 def open_tables(path: Path) -> sqlite3.Connection:
-    """The database, made if it is not there, for its owner's eyes only, for any thread, each
-    statement its own transaction unless it begins one. Raises ConfigError for a file that is
-    something else."""
+    """Opens the database for any thread, and creates it, readable by its owner only, if it is
+    missing. Each statement is its own transaction unless it begins one. Raises ConfigError if the
+    file is something else."""
     db = None
     try:
         path.touch(0o600)  # SQLite gives its log the same mode
@@ -81,7 +81,7 @@ def open_tables(path: Path) -> sqlite3.Connection:
         db.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         if version != _VERSION:
             made = _BATCHES + _OTHERS if version == 0 else _FROM_1
-            # Else what refers to the table would go with its old name.
+            # Otherwise references to the table would be renamed with it.
             db.execute("PRAGMA legacy_alter_table = ON")
             db.executescript(f"BEGIN; {made} PRAGMA user_version = {_VERSION}; COMMIT;")
             db.execute("PRAGMA legacy_alter_table = OFF")
@@ -97,7 +97,7 @@ def open_tables(path: Path) -> sqlite3.Connection:
 
 
 def _take_notes(db: sqlite3.Connection, directory: Path) -> None:
-    """Those of version 1 were files."""
+    """Takes in the notes of version 1, which were files."""
     for path in directory.glob("batch-*.json"):
         with contextlib.suppress(UnicodeDecodeError):
             note = path.read_text(encoding="utf-8")

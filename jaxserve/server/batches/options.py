@@ -20,8 +20,8 @@ _DAY_S = 86_400.0
 
 
 def batch_directory(server: ServerConfig) -> Path | None:
-    """The journal's directory; None if there are no batches. "auto" is none for a server on any
-    free port, since its next run would not find it. Raises ConfigError if "~" has no home
+    """The journal's directory; None if there are no batches. "auto" means none for a server on any
+    free port, since its next run would not find them. Raises ConfigError if "~" has no home
     directory."""
     given, port = server.batch_dir, server.port
     if given == AUTO:
@@ -40,10 +40,10 @@ def batch_directory(server: ServerConfig) -> Path | None:
 def open_batches(
     server: ServerConfig, scheduler: SchedulerConfig
 ) -> Iterator[BatchSettings | None]:
-    """Opens the journal for the duration of the context; None if there are no batches: also
-    where the directory of "auto" cannot be written, with a warning. A directory that was made for
-    it goes again where the context fails before a batch has come. Raises ConfigError if another
-    server has it, or it cannot be written."""
+    """Opens the journal for the duration of the context; Yields None if there are no batches, and,
+    with a warning, if the directory of "auto" cannot be written to. A directory that was made for
+    it is removed if the context fails before a batch has come. Raises ConfigError if another server
+    has the directory or it cannot be written to."""
     directory = batch_directory(server)
     if directory is None:
         yield None
@@ -68,7 +68,7 @@ def open_batches(
         )
     except BaseException:
         if made:
-            with contextlib.suppress(OSError, sqlite3.Error):  # it is why it fails that is told
+            with contextlib.suppress(OSError, sqlite3.Error):  # report the original error
                 journal.close_unused()
                 remove_empty(made)
         raise

@@ -14,8 +14,8 @@ class BatchState(enum.StrEnum):
 
     OPEN = "open"  # more lines may come; none is served yet
     COMMITTED = "committed"  # its lines are served
-    ENDED = "ended"  # every line has its result
-    CANCELLED = "cancelled"  # lines without a result get none
+    ENDED = "ended"  # every line has a result
+    CANCELLED = "cancelled"  # lines without a result never get one
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Quota:
-    """What one owner may keep. max_bytes: total size. count: how many."""
+    """Limits of what one owner may keep. max_bytes: total size. count: number."""
 
     max_bytes: int
     count: int
@@ -65,9 +65,9 @@ class NewLine:
     """A line to store.
 
     Attributes:
-        request: text that the frontends and the runner agree on.
+        request: text in a form that the frontends and the runner share.
         error: result of a line that is not to be served.
-        name: the client's for it, which is part of either.
+        name: the client's id of the line, which `request` and `error` contain, too.
     """
 
     request: str
@@ -77,7 +77,7 @@ class NewLine:
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A line's place in the order of service: batches by when they were committed, then lines."""
+    """A line's place in the order of service: batches in the order of their commits, then lines."""
 
     place: int
     line: int
@@ -103,7 +103,7 @@ class Work:
 
     @property
     def line(self) -> int:
-        """Its number in the batch, from 0."""
+        """The line's number in the batch, from 0."""
         return self.position.line
 
 
@@ -116,7 +116,7 @@ class Outcome:
         line: the line's number.
         result: the result's text.
         failed: whether the result is an error.
-        instead: error to store if there is no room for the result; "" stores the result even then.
+        instead: error to store if the result does not fit; "" stores the result anyway.
     """
 
     batch: int
@@ -131,7 +131,7 @@ class BatchRefused(CallRefused):
 
 
 class UnknownBatch(BatchRefused):
-    """There is no batch of that id."""
+    """There is no batch with that id."""
 
     call_error = CallError("not_found", 404, "NOT_FOUND", CallOutcome.REFUSED, "batch_id")
 
@@ -140,7 +140,7 @@ class UnknownBatch(BatchRefused):
 
 
 class MissingLines(BatchRefused):
-    """The lines do not start where the batch ends."""
+    """The lines do not begin where the batch ends."""
 
     call_error = CallError("conflict", 409, "OUT_OF_RANGE", CallOutcome.REFUSED)
 

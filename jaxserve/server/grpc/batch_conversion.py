@@ -26,7 +26,7 @@ def check_call(message: Call) -> None:
     shell = type(message)()
     shell.CopyFrom(message)
     if isinstance(shell, pb.SubmitBatchRequest):
-        del shell.lines[:]  # each is looked at by itself
+        del shell.lines[:]  # each line is checked by itself
     message_conversion.check_unknown_fields("request", shell)
     message_conversion.check_length("batch_id", message.batch_id, MAX_ID)
     if isinstance(message, pb.SubmitBatchRequest | pb.GetBatchRequest) and message.first_line < 0:
@@ -34,8 +34,8 @@ def check_call(message: Call) -> None:
 
 
 def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | None]:
-    """A line, and what is wrong with it that its message shows. Of an overlong id, which its result
-    would have too, the beginning."""
+    """A line, and the error in its message, if any. An overlong id is cut off, since the result
+    contains it, too."""
     prompt: str | tuple[int, ...] = ""
     sampling: dict[str, Any] = {}
     problem = None
@@ -53,14 +53,14 @@ def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | Non
 
 
 def status_message(progress: Progress) -> pb.BatchStatus:
-    """Where a batch is."""
+    """The message for a batch's status."""
     told, state = progress.status, STATES[progress.status.state]
     same = {name: getattr(told, name) for name in _SAME}
     return pb.BatchStatus(state=state, waiting=progress.waiting, running=progress.running, **same)
 
 
 def result_message(outcome: Outcome) -> pb.BatchResult:
-    """What became of a line."""
+    """The message for a line's result."""
     found = Result.from_json(outcome.result)
     return pb.BatchResult(
         line=outcome.line,

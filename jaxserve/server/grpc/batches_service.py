@@ -17,8 +17,8 @@ NO_BATCHES = "this server takes no batches: server.batch_dir names no folder for
 
 
 class BatchesService:
-    """The RPCs of jaxserve.v1.Batches; batches.proto says how each ends. batches: None refuses
-    them all."""
+    """The RPCs of jaxserve.v1.Batches; batches.proto says how each ends. batches: the batches; None
+    refuses all calls."""
 
     def __init__(self, batches: Batches | None) -> None:
         self._batches = batches
@@ -47,7 +47,7 @@ class BatchesService:
     async def CancelBatch(
         self, request: pb.CancelBatchRequest, call: Call
     ) -> pb.CancelBatchResponse:
-        """The RPC: ends what waits and runs."""
+        """The RPC: cancels lines that wait or run."""
         batches = await self._served(request, call)
         progress = await batches.cancel(request.batch_id, call.record.caller.name)
         return pb.CancelBatchResponse(status=convert.status_message(progress))
@@ -55,13 +55,14 @@ class BatchesService:
     async def DeleteBatch(
         self, request: pb.DeleteBatchRequest, call: Call
     ) -> pb.DeleteBatchResponse:
-        """The RPC: forgets a batch."""
+        """The RPC: deletes a batch."""
         batches = await self._served(request, call)
         await batches.delete(request.batch_id, call.record.caller.name)
         return pb.DeleteBatchResponse()
 
     async def _served(self, request: convert.Call, call: Call) -> Batches:
-        """Ends the call where there are none. Raises InvalidRequest."""
+        """The batch operations of the call. Ends the call if the server takes no batches. Raises
+        InvalidRequest."""
         if self._batches is None:
             code = grpc.StatusCode.FAILED_PRECONDITION
             await call.abort(code, NO_BATCHES, CallOutcome.REFUSED)

@@ -1,8 +1,8 @@
-"""Runs gRPC calls with a single request: admitted, read, parsed, answered, and always ended with a
-status.
+"""Runs gRPC calls that have a single request: admits, reads, parses and answers them, and always
+ends them with a status.
 
-gRPC is told that every method streams both ways, though on the wire it is what the .proto says. So
-a refused call is not even read, and malformed messages are answered here.
+gRPC is told that every method streams both ways, although the .proto says otherwise; on the wire
+there is no difference. So a refused call is never read, and malformed messages are answered here.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from jaxserve.server.telemetry.trace_context import trace_context
 
 RETRY_KEY = "grpc-retry-pushback-ms"
 ARRIVED = "jaxserve_arrived"
-"""Attribute of a call's context: when it came to another process, as `CallRecord.began`."""
-_READ_S = 30.0  # what a request may take from its first byte to its last
-_ABOUT_NOW_S = 1.0  # a client's deadline passes on its own clock, which is ahead of ours
+"""Attribute of a call's context: when the call came to the process that passed it on, as
+`CallRecord.began`."""
+_READ_S = 30.0  # longest time from a request's first byte to its last
+_ABOUT_NOW_S = 1.0  # a client's deadline passes by its own clock, which may be ahead
 _NO_PLACE = grpc.StatusCode.RESOURCE_EXHAUSTED
-_FEW_BYTES = 16 << 10  # that can have so few fields only that they need not be counted
-_FEW_FIELDS = 1000  # that are counted on the event loop; a prompt is one, whatever its length
+_FEW_BYTES = 16 << 10  # shorter messages need no count of their fields
+_FEW_FIELDS = 1000  # counted on the event loop; a prompt is one field
 Method = Callable[[Any, "Call"], Awaitable[Message | None]]
 
 
 @dataclass(frozen=True)
 class _Rpc:
-    """One of a service: who answers, who counts its calls, what a request is, and how many bytes it
-    has at most."""
+    """A method of a service: its handler, its admission, its request type, and the most bytes of a
+    request."""
 
     method: Method
     admission: Admission | None
@@ -65,14 +66,14 @@ class Call:
     """One running call, for its method.
 
     Args:
-        context: the call, as gRPC has it.
-        record: its record.
+        context: gRPC's context of the call.
+        record: the call's record.
         writes: limits how long the client may take to read a message.
 
     Attributes:
         record: as given.
         authorization: the call's authorization header; None without one.
-        target_headers: what its metadata says of targets.
+        target_headers: the metadata that sets SLO targets.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Call:
             code: the status.
             details: the message, for people.
             outcome: the outcome to record.
-            retry_after_s: seconds after which a retry may succeed; None sends no such hint, and no
-                load.
+            retry_after_s: seconds after which a retry may succeed; None sends neither this hint nor
+                the load.
         """
         self.record.outcome, self.record.reason = outcome, details
         trailing = list(answer_headers(self.record, ended=False))
@@ -112,10 +113,10 @@ class Call:
             if load is not None:
                 trailing.append((LOAD_HEADER, load.header()))
         await self._context.abort(code, details, tuple(trailing))
-        raise AssertionError("abort returned")  # it always raises; this tells the type checker
+        raise AssertionError("abort returned")  # abort always raises; this is for the type checker
 
     async def fail(self, error: Exception) -> NoReturn:
-        """`abort`, for an error that has a CallError."""
+        """Ends the call with the status of an error that has a CallError."""
         known = call_error_of(error)
         assert known is not None
         code = grpc.StatusCode[known.grpc_code]
@@ -170,9 +171,9 @@ class Calls:
 
         Args:
             service: its descriptor.
-            servicer: has a method for each of the service, by its name. One with a single response
-                returns it.
-            admissions: limits of open calls, by method; a method without one is not limited.
+            servicer: has a method for each RPC, of the same name. If the RPC has a single response,
+                the method returns it.
+            admissions: limits of open calls, by method; other methods are not limited.
             longest: bytes of the longest request.
         """
         handlers = {}
@@ -185,7 +186,7 @@ class Calls:
     def _handler(self, name: str, rpc: _Rpc) -> grpc.RpcMethodHandler:
         async def run(_: object, context: grpc.aio.ServicerContext) -> None:
             carrier = trace_context(context.invocation_metadata() or ())
-            arrived: float | None = getattr(context, ARRIVED, None)  # who passes calls on says so
+            arrived: float | None = getattr(context, ARRIVED, None)  # set by a proxy
             record = self._tracker.begin(
                 CallSource.GRPC, name, context.peer(), carrier, began=arrived
             )
@@ -209,7 +210,7 @@ class Calls:
         )
 
     async def _caller(self, call: Call) -> ExitStack:
-        """The place that the call has among those of its key."""
+        """Counts the call for its key while the context is open."""
         try:
             caller = self._keys.caller(call.authorization)
             caller.target_headers = call.target_headers
@@ -238,7 +239,7 @@ class Calls:
             admission.give_up(caller)
             leave = admission.unstick
             self._log.warning("slow", "gave up on %r: %s", call.record.request_id, error)
-            await call.fail(error)  # the client hears of it once it has read what is on its way
+            await call.fail(error)  # the client sees this once it has read what was already sent
         finally:
             leave()
 

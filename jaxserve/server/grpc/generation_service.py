@@ -10,18 +10,18 @@ from jaxserve.server.requests.engine_requests import MAX_REQUEST_ID, CallStreams
 from jaxserve.server.requests.pooling.pooled_outputs import pooled, scores, vectors
 from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring
 
-_INLINE_VALUES = 2048  # more are made into messages off the event loop
+_INLINE_VALUES = 2048  # larger outputs become messages off the event loop
 
 
 class GenerationService:
     """The RPCs of jaxserve.v1.Generation.
 
-    Whatever ends a call early (cancelled, past its deadline, connection lost) cancels the request
-    in the engine, which frees its blocks within one step.
+    A call that ends early (cancelled, past its deadline, connection lost) cancels its request in
+    the engine, which frees the blocks within one step.
 
     Args:
         requests: the way to the engine.
-        scoring: how pairs of texts are scored where a call does not say.
+        scoring: how pairs of texts are scored if a call does not say.
     """
 
     def __init__(self, requests: EngineRequests, scoring: Scoring = NO_TOKENS) -> None:
@@ -30,14 +30,14 @@ class GenerationService:
     async def GetServerInfo(
         self, request: pb.GetServerInfoRequest, call: Call
     ) -> pb.GetServerInfoResponse:
-        """The RPC: what the engine serves, and the server's version and SLO classes."""
+        """The RPC: describes the model, and the server's version and SLO classes."""
         return message_conversion.server_info_message(
             self._requests.info(), self._requests.slo_classes
         )
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """The RPC: streams what each continuation generates, in messages of its own. Ends with
-        CANCELLED, or with a status for what it raises."""
+        CANCELLED, or with the status of the error that was raised."""
         call.record.request_id = message.request_id[:MAX_REQUEST_ID]
         self._requests.check_open()
         fields = message_conversion.fields_from_message(message, call.record.caller)
@@ -46,7 +46,7 @@ class GenerationService:
         (stream,), cancelled = streams.streams, False
         try:
             # write() returns once the transport has taken the message, so a client that does not
-            # read stops us here, and its news pile up merged in the stream.
+            # read stops this loop, and its output is merged in the stream.
             while (delta := await stream.next()) is not None:
                 await call.write(message_conversion.response_message(call.record.request_id, delta))
                 if delta.last is not None:
@@ -57,7 +57,7 @@ class GenerationService:
             raise self._requests.cancelled_error()
 
     async def Embed(self, message: pb.EmbedRequest, call: Call) -> None:
-        """The RPC: streams the vectors of all inputs, once they are made."""
+        """The RPC: streams the vectors of all inputs, once all are computed."""
         record, requests = call.record, self._requests
         record.request_id = message.request_id[:MAX_REQUEST_ID]
         requests.check_open()
@@ -74,7 +74,7 @@ class GenerationService:
             await call.write(response)
 
     async def Score(self, message: pb.ScoreRequest, call: Call) -> pb.ScoreResponse:
-        """The RPC: how well pairs of texts go together."""
+        """The RPC: scores pairs of texts."""
         record, requests = call.record, self._requests
         record.request_id = message.request_id[:MAX_REQUEST_ID]
         requests.check_open()

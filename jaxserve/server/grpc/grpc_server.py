@@ -25,33 +25,33 @@ METHODS = tuple(each.name for service in (GENERATION, BATCHES) for each in servi
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REFLECTION = "/grpc.reflection."
 _MIB = 1 << 20
-_BATCH_CALL_BYTES = 8 * _MIB  # what one call may add to a batch; of each there are few at once
+_BATCH_CALL_BYTES = 8 * _MIB  # one call that adds to a batch; few run at once
 MAX_CALL_BYTES = 17 * _MIB
-"""Of a call at any frontend, however long prompts may be: to parse more of one string takes more
+"""Largest request at any frontend, however long prompts may be: parsing a longer string takes more
 than 50 ms, and nothing else runs meanwhile."""
-_ID_BYTES = 11  # of a token id on the wire, at most, with its share of framing
-_HANDSHAKE_S = 10  # TLS's, and the first words of HTTP/2
+_ID_BYTES = 11  # most bytes of a token id on the wire, with framing
+_HANDSHAKE_S = 10  # TLS handshake and HTTP/2 preface
 _IDLE_S = 300
-_AGE_S, _GRACE_S = 3600, 24 * 3600  # the longest that the calls of a connection may go on then
+_AGE_S, _GRACE_S = 3600, 24 * 3600  # an old connection's calls may run on for _GRACE_S
 _OPTIONS = (
-    ("grpc.so_reuseport", 0),  # else a second server shares the port silently
+    ("grpc.so_reuseport", 0),  # otherwise a second server could share the port unnoticed
     # A client that vanished without closing its connection is noticed within 30 s.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # One that has no calls is closed, and one that is old gets no more of them: clients connect
-    # again, and lose nothing. What runs then has its time.
+    # A connection without calls is closed, and an old one gets no more calls: clients connect
+    # again, and lose nothing. Running calls get _GRACE_S.
     ("grpc.server_handshake_timeout_ms", 1000 * _HANDSHAKE_S),
     ("grpc.max_connection_idle_ms", 1000 * _IDLE_S),
     ("grpc.max_connection_age_ms", 1000 * _AGE_S),
     ("grpc.max_connection_age_grace_ms", 1000 * _GRACE_S),
-    # Calls that have come and that nobody has looked at yet. gRPC itself cancels what is beyond,
-    # by 1,000 of them at random; each is refused properly in a tenth of a millisecond.
+    # Calls that have come and were not handled yet. Beyond 1,000, gRPC itself cancels calls at
+    # random; to refuse a call properly takes us a tenth of a millisecond.
     ("grpc.server.max_pending_requests", 50_000),
     ("grpc.server.max_pending_requests_hard_limit", 50_000),
-    ("grpc.server_max_unrequested_time_in_server", 600),  # s; then it cancels them, too
-    ("grpc.max_concurrent_streams", 20_000),  # of one connection
+    ("grpc.server_max_unrequested_time_in_server", 600),  # s, then gRPC cancels them, too
+    ("grpc.max_concurrent_streams", 20_000),  # for each connection
 )
 
 
@@ -67,12 +67,11 @@ def make_server(
     """A server with all services, which does not listen yet.
 
     Args:
-        handlers: of our own services.
+        handlers: handlers of our own services.
         health: the Health service.
         keys: the API keys, one of which reflection needs if there are any.
         message_bytes: longest request.
-        max_connections: connections to each address; gRPC closes further ones, whoever they come
-            from.
+        max_connections: connections to each address; gRPC closes further ones.
         reflects: whether to offer server reflection.
     """
     options = (
@@ -90,8 +89,8 @@ def make_server(
 
 
 def longest_message(engine: EngineClient, *, batches: bool) -> int:
-    """Bytes of the longest request to accept. A prompt that is a little too long is accepted, too,
-    so that its client gets an error that says so."""
+    """Bytes of the longest request to accept. It leaves room for a prompt that is a little too
+    long, so that its client gets an error that says so."""
     info = engine.info()
     tokens = min(info.max_model_len, info.pool_tokens)
     text = engine.max_text_bytes()
@@ -100,7 +99,8 @@ def longest_message(engine: EngineClient, *, batches: bool) -> int:
 
 
 class _KeyForReflection(grpc.aio.ServerInterceptor):
-    """Reflection is not one of our services, which ask for keys themselves; health is open."""
+    """Asks for an API key for reflection: our own services ask for keys themselves, and health
+    needs none."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys

@@ -1,7 +1,7 @@
-"""grpc.health.v1.Health: all services are well, or none.
+"""grpc.health.v1.Health: all services are serving, or none.
 
-Not grpc_health's own servicer, which holds a lock while it writes to a watcher, and takes the same
-lock to change the status: a client that does not read would keep a failed server from stopping.
+Not grpc_health's own servicer, which holds one lock while it writes to a watcher and while it
+changes the status. With that, a client that does not read could keep a failed server from stopping.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Health(health_pb2_grpc.HealthServicer):
 
     Args:
         services: names of services that clients may ask about, besides "", the server.
-        watchers: open Watch calls at most; each keeps a connection.
+        watchers: most open Watch calls; each keeps a connection open.
         writes: limits how long a watcher may take to read a change.
 
     Attributes:
-        serving: whether the server is well.
+        serving: whether the server is serving.
     """
 
     def __init__(self, services: Sequence[str], watchers: int, writes: WriteTimeout) -> None:

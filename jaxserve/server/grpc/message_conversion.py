@@ -59,8 +59,8 @@ PROBLEMS = {
 
 
 def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestFields:
-    """The fields in a message. Raises InvalidRequest also for what protobuf accepts, such as
-    unknown fields and enum values."""
+    """The fields in a message. Raises InvalidRequest, also for things that protobuf accepts, such
+    as unknown fields and enum values."""
     check_unknown_fields("request", message)
     cache_key_of(message)
     prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
@@ -71,7 +71,7 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
 def shared_fields(
     message: pb.GenerateRequest | pb.EmbedRequest | pb.ScoreRequest, caller: Caller
 ) -> dict[str, Any]:
-    """Those of `RequestFields` that all messages have. Raises InvalidRequest."""
+    """The fields of `RequestFields` that all messages have. Raises InvalidRequest."""
     return {
         "request_id": message.request_id,
         "slo": slo_from_message(message.slo),
@@ -85,16 +85,16 @@ def shared_fields(
 
 
 def known_value(name: str, value: int, values: Mapping[int, T], kind: Any) -> T:
-    """What an enum's value stands for.
+    """What a value of an enum stands for.
 
     Args:
-        name: of the field.
-        value: what it has.
-        values: those that are known.
+        name: the field's name.
+        value: its value.
+        values: the known values.
         kind: the enum.
 
     Raises:
-        InvalidRequest: it is not known.
+        InvalidRequest: If the value is not known.
     """
     if value not in values:
         known = ", ".join(kind.keys())
@@ -103,8 +103,9 @@ def known_value(name: str, value: int, values: Mapping[int, T], kind: Any) -> T:
 
 
 def prompt_from_message(message: Any, name: str = "prompt") -> str | Sequence[int]:
-    """Of a message with `text` and `token_ids` in a oneof `prompt`; ids are not copied yet, for
-    there may be too many. Raises InvalidRequest, which has that name, without a prompt."""
+    """The prompt of a message with `text` and `token_ids` in a oneof `prompt`. Ids are not copied
+    yet, since there may be too many. Raises InvalidRequest for the field `name` if there is no
+    prompt."""
     which = message.WhichOneof("prompt")
     if which is None:
         raise InvalidRequest(name, "is required")
@@ -115,8 +116,8 @@ def prompt_from_message(message: Any, name: str = "prompt") -> str | Sequence[in
 
 
 def sampling_from_message(message: pb.SamplingParams) -> dict[str, Any]:
-    """Those of the request's sampling parameters that are set, by SamplingParams' names. Raises
-    InvalidRequest for a list that is too long to look at."""
+    """The request's sampling parameters that are set, by the names in SamplingParams. Raises
+    InvalidRequest for a list that is too long to check."""
     fields: dict[str, Any] = {}
     for descriptor, value in message.ListFields():
         if descriptor.name in _LISTS:
@@ -178,7 +179,7 @@ def finish_message(
     Args:
         reason: why it ended.
         usage: token counts.
-        timings: seconds; the message has milliseconds.
+        timings: in seconds; the message has milliseconds.
         verdict: which targets were met; None for a request without any.
     """
     return pb.Finish(
@@ -194,7 +195,7 @@ def verdict_message(verdict: Verdict) -> pb.SloVerdict:
     fields = verdict_fields(verdict)
     for problem in fields["problems"]:
         problem["kind"] = PROBLEMS[problem["kind"]]
-    before = {f"{name}_met": getattr(verdict, name) for name in TARGETS}  # targets_met was there
+    before = {f"{name}_met": getattr(verdict, name) for name in TARGETS}  # older fields
     tier = _TIER_VALUES[verdict.tier]
     return pb.SloVerdict(slo_class=verdict.slo_class, tier=tier, **fields, **before)
 
@@ -202,8 +203,8 @@ def verdict_message(verdict: Verdict) -> pb.SloVerdict:
 def server_info_message(
     info: EngineInfo, classes: Mapping[str, ServiceLevel]
 ) -> pb.GetServerInfoResponse:
-    """Every field of `EngineInfo` under its own name, but that of `pooling` it has the fields; the
-    version, and the classes."""
+    """Every field of `EngineInfo` under its own name, except that the fields of `pooling` are
+    inlined; also the server's version and SLO classes."""
     fields = {**asdict(info), "pooling": _POOLING_VALUES[info.pooling.pooling]}
     fields["normalize"] = info.pooling.normalize
     listed = [
@@ -226,19 +227,19 @@ def check_length(name: str, text: str, limit: int) -> None:
 
 
 def cache_key_of(message: pb.GenerateRequest | pb.EmbedRequest | batches_pb2.BatchLine) -> str:
-    """What routers read. Raises InvalidRequest for an overlong one."""
+    """The key that routers read. Raises InvalidRequest if it is too long."""
     check_length("prompt_cache_key", message.prompt_cache_key, MAX_CACHE_KEY)
     return str(message.prompt_cache_key)
 
 
 def check_unknown_fields(name: str, message: Message) -> None:
-    """A field that a newer client sends would be dropped silently, so it is refused: raises
-    InvalidRequest."""
+    """Raises InvalidRequest for unknown fields: without this, a newer client's field would be
+    dropped silently."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
     size = message.ByteSize() - known.ByteSize()
-    if size > _MANY_BYTES:  # to find the first one would take as long as to list them all
+    if size > _MANY_BYTES:  # finding the first field takes as long as listing all
         raise InvalidRequest(name, f"has {size} bytes of fields that are unknown to this server")
     if size:
         _find_unknown(name, message)

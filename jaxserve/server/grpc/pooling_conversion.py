@@ -16,12 +16,12 @@ from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
 from jaxserve.server.requests.pooling.pooled_outputs import pooled
 from jaxserve.server.requests.pooling.scoring import Pair, pairs_of
 
-_MESSAGE_VALUES = 1 << 16  # of one message: clients take 4 MiB unless they are told otherwise
+_MESSAGE_VALUES = 1 << 16  # values per message: clients take 4 MiB by default
 
 
 def embed_fields(message: pb.EmbedRequest, caller: Caller, usual: PoolingParams) -> RequestFields:
-    """What all inputs of a message have in common. usual: how the model's vectors are made. Raises
-    InvalidRequest."""
+    """The fields that all inputs of a message share. usual: how the model's vectors are made by
+    default. Raises InvalidRequest."""
     message_conversion.check_unknown_fields("request", message)
     message_conversion.cache_key_of(message)
     kinds = message_conversion.POOLING_TYPES
@@ -35,7 +35,7 @@ def embed_fields(message: pb.EmbedRequest, caller: Caller, usual: PoolingParams)
 
 
 def inputs_of(message: pb.EmbedRequest) -> list[str | Sequence[int]]:
-    """Text or token ids each. Raises InvalidRequest."""
+    """The prompts, each text or token ids. Raises InvalidRequest."""
     at_most_entries("inputs", len(message.inputs), MAX_INPUTS)
     if not message.inputs:
         raise InvalidRequest("inputs", f"has none; 1 to {MAX_INPUTS} are taken")
@@ -46,7 +46,7 @@ def inputs_of(message: pb.EmbedRequest) -> list[str | Sequence[int]]:
 
 
 def embed_responses(request_id: str, outputs: Sequence[Output]) -> Iterator[pb.EmbedResponse]:
-    """Messages with the vectors, in their order."""
+    """Messages with the vectors, in order."""
     response, size = pb.EmbedResponse(request_id=request_id), 0
     for index, output in enumerate(outputs):
         found = pooled(output)
@@ -66,7 +66,7 @@ def embed_responses(request_id: str, outputs: Sequence[Output]) -> Iterator[pb.E
 
 
 def score_fields(message: pb.ScoreRequest, caller: Caller) -> RequestFields:
-    """What all prompts of a message have in common. Raises InvalidRequest."""
+    """The fields that all prompts of a message share. Raises InvalidRequest."""
     for name, texts in (("queries", message.queries), ("documents", message.documents)):
         at_most_entries(name, len(texts), MAX_INPUTS)
         if not texts:
@@ -76,12 +76,13 @@ def score_fields(message: pb.ScoreRequest, caller: Caller) -> RequestFields:
 
 
 def pairs_from_message(message: pb.ScoreRequest) -> list[Pair]:
-    """Query and document each. Raises InvalidRequest."""
+    """Pairs of query and document. Raises InvalidRequest."""
     return pairs_of(list(message.queries), list(message.documents), "documents")
 
 
 def tokens_from_message(message: pb.ScoreRequest) -> list[str | int] | None:
-    """Texts or ids; None where the message leaves it to the server. Raises InvalidRequest."""
+    """The answer tokens as texts or ids; None if the message leaves them to the server. Raises
+    InvalidRequest."""
     if not message.HasField("tokens"):
         return None
     tokens: list[str | int] = []
@@ -96,7 +97,7 @@ def tokens_from_message(message: pb.ScoreRequest) -> list[str | int] | None:
 def score_response(
     request_id: str, scores: Sequence[tuple[float, Output | None]], outputs: Sequence[Output]
 ) -> pb.ScoreResponse:
-    """The message with all scores. outputs: the last one of each prompt."""
+    """The message with all scores. outputs: the last output of each prompt."""
     told = [each.usage for each in outputs if each.usage is not None]
     names = [field.name for field in fields(Usage)]
     usage = pb.Usage(**{name: sum(getattr(each, name) for each in told) for name in names})

@@ -1,5 +1,5 @@
-"""A look at a protobuf message before it is parsed: the parser holds the interpreter until it is
-done, and a field of two bytes may take a hundred in memory."""
+"""Checks a protobuf message before it is parsed: the parser holds the interpreter until it is done,
+and a field of two bytes may take a hundred in memory."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from jaxserve.sched.request import InvalidRequest
 
 MAX_FIELDS = 1 << 18
-"""Of a message, those of the messages in it and their lists' entries among them: to parse them
-takes some 40 ms at most. Numbers that are packed count as one."""
+"""Most fields of a message, including those of nested messages and entries of lists: parsing them
+takes some 40 ms at most. Packed numbers count as one field."""
 _VARINT, _EIGHT, _DELIMITED, _FOUR = 0, 1, 2, 5
 _SIZES = {_EIGHT: 8, _FOUR: 4}
 
 
 def check_fields(raw: bytes, kind: Descriptor, limit: int = MAX_FIELDS) -> None:
-    """Whether a message has few enough fields to be parsed. What is no message is left to the
-    parser. Any thread may call.
+    """Checks that a message has few enough fields to be parsed. Malformed messages are left to the
+    parser. Any thread may call this.
 
     Args:
         raw: the message, as it came.
-        kind: what it has to be.
-        limit: of fields.
+        kind: its type.
+        limit: the most fields.
 
     Raises:
-        InvalidRequest: it has more.
+        InvalidRequest: If it has more.
     """
     left = limit
     waiting = [(0, len(raw), kind)]
@@ -51,7 +51,7 @@ def check_fields(raw: bytes, kind: Descriptor, limit: int = MAX_FIELDS) -> None:
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
-    """The number there, and where it ends."""
+    """The varint at this place, and where it ends."""
     value = shift = 0
     while at < end and shift < 64:
         byte = raw[at]
@@ -60,4 +60,4 @@ def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return value, at
         shift += 7
-    return 0, end  # cut off: nothing comes behind it
+    return 0, end  # cut off: the message ends here

@@ -1,5 +1,5 @@
 """ASGI middleware in front of the HTTP application: authenticates calls, limits how many are open
-and how long they are, and records how they end."""
+and how large they are, and records how they end."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILE
 _OTHER = "http other"
 _HEALTH = ("/health", "/ready")
 _EVENTS = "/console/events"
-_QUIET = (*PAGE, "/metrics", "/console/info", _EVENTS)  # asked often: no rate counts them
+_QUIET = (*PAGE, "/metrics", "/console/info", _EVENTS)  # polled often: not counted against rates
 METHODS = (*_LABELS.values(), _OTHER)
 _CONSOLES = 64
-_SMALL_BYTES = 64 << 10  # of a call without a prompt
-# Of a call for vectors, whose prompts may have MAX_INPUT_TOKENS together: 13 of each. An id has 8.
+_SMALL_BYTES = 64 << 10  # body of a call without a prompt
+# Body of a call for vectors, whose prompts may have MAX_INPUT_TOKENS together: 13 bytes for each
+# token; an id takes 8.
 _POOLED_BYTES = 4 << 20
 _RETRY = ("Retry-After", "retry-after-ms", LOAD_HEADER)
 _EXPOSED = (*_RETRY, "WWW-Authenticate", "x-request-id", *ANSWER_HEADERS)
 _REFUSALS = (NotAllowed, Unauthenticated, RateLimited, Overloaded)
 BODY_S = 30.0
-"""Seconds that a body may take, and one more for every _BODY_BYTES_PER_S that have come."""
+"""Seconds that a body may take, plus one for every _BODY_BYTES_PER_S bytes received."""
 _BODY_BYTES_PER_S = 64 << 10
 
 
@@ -65,11 +66,11 @@ class AdmissionMiddleware:
 
     Args:
         access: who may call.
-        admission: of calls that generate, whichever frontend they come through.
-        few: of calls for files, batches and tokenizers, each of which may be large; likewise.
+        admission: limits calls that generate, over all frontends.
+        few: limits calls for files, batches and tokenizers, since each may be large; likewise.
         tracker: counts how calls end.
-        body_bytes: the longest body of a call with prompts, but for vectors.
-        writes: what a client may take to read a piece.
+        body_bytes: the longest body of a call with prompts, except calls for vectors.
+        writes: limits how long a client may take to read a piece.
     """
 
     def __init__(
@@ -90,12 +91,12 @@ class AdmissionMiddleware:
         self._body_bytes = body_bytes
         self._writes = writes
         self._log = RateLimitedLog(quiet=tracker.logged)
-        self._log_of_quiet = RateLimitedLog()  # calls that are not counted have no line else
+        self._log_of_quiet = RateLimitedLog()  # such calls have no line in the request log
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application with all that, for pages of other sites, too, where some may call
-        (https://fetch.spec.whatwg.org/#http-cors-protocol). Browsers ask before they send a key.
-        Cookies are never taken."""
+        """The application behind this middleware, with CORS if pages of other sites may call
+        (https://fetch.spec.whatwg.org/#http-cors-protocol). Browsers send a preflight before they
+        send a key. Cookies are never used."""
 
         async def kept(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http" or scope["path"] in _HEALTH:
@@ -117,7 +118,7 @@ class AdmissionMiddleware:
         )
 
     async def _recorded(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a call, whatever happens, and tells how it has ended."""
+        """Answers a call, whatever happens, and records how it has ended."""
         headers, state = scope["headers"], scope.get("state", {})
         record = self._tracker.begin(
             *(CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(headers)),
@@ -133,10 +134,10 @@ class AdmissionMiddleware:
             try:
                 await self._writes.wait(send(message))
             except SlowReader as error:
-                too_slow = str(error)  # on its way back the application makes another error of it
+                too_slow = str(error)  # the application may turn it into another error
                 raise
             last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if last and LOST not in state:  # else it went nowhere
+            if last and LOST not in state:  # otherwise nobody received it
                 done = True
 
         try:
@@ -187,7 +188,8 @@ class AdmissionMiddleware:
                 await app(scope, limited_receive(receive, scope, limit), send)
 
     async def _quietly(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """A call of which nobody is told. A console's stream is one of its key's open calls."""
+        """Answers a call that is not recorded. A console's stream is one of its key's open
+        calls."""
         unread = False
 
         async def sent(message: Message) -> None:
@@ -212,19 +214,19 @@ class AdmissionMiddleware:
             else:
                 try:
                     await app(scope, receive, sent)
-                except Exception:  # whatever the application has made of a SlowReader
+                except Exception:  # whatever the application made of a SlowReader
                     if not unread:
                         raise
 
     def _caller(self, scope: Scope, log: RateLimitedLog) -> Caller:
-        """Whose call it is. Raises NotAllowed, where somebody else's page may have a browser call,
-        and Unauthenticated; both go to the log."""
+        """The caller of a call. Raises NotAllowed if a foreign web page may have made a browser
+        call, and Unauthenticated; both are logged."""
         kind = "browser"
         try:
             if self._browsers is not None:
                 headers = Headers(scope=scope)
                 self._browsers.check(headers.getlist("host"), headers.getlist("origin"))
-            if scope["path"] in PAGE:  # for which no key is needed
+            if scope["path"] in PAGE:  # the page itself needs no key
                 return NOBODY
             kind = "key"
             caller = self._keys.caller(authorization(scope["headers"]))
@@ -237,24 +239,24 @@ class AdmissionMiddleware:
 
 
 def refusal_of(error: Exception) -> ApiError:
-    """The error for a call that is not let in."""
+    """The error for a call that is refused before it is read."""
     known = as_api_error(error)
     assert known is not None
     return known
 
 
 def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
-    """The same, but of a body of at most `limit` bytes that comes in time: HTTPException for a
-    longer one, or a slower one."""
+    """A `receive` that raises HTTPException if the body has more than `limit` bytes or comes too
+    slowly."""
     said = Headers(scope=scope).get("content-length", "0")
-    length = float(said) if said.isdecimal() else math.inf  # an int has not all digits there may be
+    length = float(said) if said.isdecimal() else math.inf  # int() refuses very long texts
     begun, got, whole = asyncio.get_running_loop().time(), 0, False
 
     async def within() -> Message:
         nonlocal got, whole
         if length > limit:
             raise _too_long(limit)
-        if whole:  # it waits for the client to hang up
+        if whole:  # the application waits for the client to hang up
             return await receive()
         seconds = BODY_S + got / _BODY_BYTES_PER_S
         try:
@@ -273,14 +275,14 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
 
 
 def _told(start: Message, record: CallRecord) -> Iterator[tuple[bytes, bytes]]:
-    """What an answer's headers say of the targets; of a stream, what is known at its beginning."""
+    """The answer's headers about SLO targets; for a stream, what is known at its beginning."""
     streams = Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
     for name, value in answer_headers(record, ended=start["status"] < 300 and not streams):
         yield name.encode(), value.encode()
 
 
 def _place(scope: Scope) -> Place:
-    """Its connection's; one of its own where others keep the connections."""
+    """The place of the call's connection; a new one if another server keeps the connections."""
     place = scope.get("state", {}).get(PLACE)
     return Place() if place is None else place
 

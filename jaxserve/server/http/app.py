@@ -41,8 +41,9 @@ from jaxserve.server.http.openai.schema import (
 from jaxserve.server.http.web_console import add_console
 from jaxserve.server.requests.call_outcome import CallOutcome
 
-_GONE = 499  # nobody reads it; it is for the log
-# Said once for all, in place of the 422 that FastAPI would name, which nobody gets.
+_GONE = 499  # for the log; the client has gone
+# Declared once for all routes, instead of the 422 that FastAPI would declare and that is never
+# sent.
 _ERROR: dict[str, Any] = {"model": ErrorReply, "description": "An error, in OpenAI's shape"}
 
 
@@ -69,7 +70,7 @@ def build_app(
         version=__version__,
         docs_url=None,
         redoc_url=None,
-        redirect_slashes=False,  # to whatever Host the call names
+        redirect_slashes=False,  # a redirect would go to whatever Host the call names
         responses={"4XX": _ERROR, "5XX": _ERROR},
     )
     app.router.route_class = body_route(context.requests.run_beside)
@@ -103,7 +104,7 @@ def _add_generation(app: FastAPI, context: RouteContext) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, http: Request) -> Response:
-        """Goes on with a chat."""
+        """Answers a chat."""
         return await chat_response(context, body, http)
 
 
@@ -123,12 +124,12 @@ def _add_models(app: FastAPI, context: RouteContext) -> None:
 
     @app.get("/v1/models")
     async def models(http: Request) -> dict[str, Any]:
-        """The one that is served, and the adapters that the key may use."""
+        """Lists the served model, and the adapters that the key may use."""
         return {"object": "list", "data": described(http)}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str, http: Request) -> dict[str, Any]:
-        """One of them, by its name."""
+        """One of the models, by its name."""
         name = context.adapter_of(model, record_of(http).caller) or context.model
         return next(each for each in described(http) if each["id"] == name)
 
@@ -136,7 +137,7 @@ def _add_models(app: FastAPI, context: RouteContext) -> None:
 def _add_tokens(app: FastAPI, context: RouteContext) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest, http: Request) -> dict[str, Any]:
-        """Token ids of a text, or of a chat's prompt."""
+        """Token ids of a text or of a chat's prompt."""
         context.adapter_of(body.model, record_of(http).caller)
         tenant = record_of(http).caller.name
         if (body.prompt is None) == (body.messages is None):
@@ -155,7 +156,7 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
-        """Their text, without special tokens."""
+        """The text of token ids, without special tokens."""
         context.adapter_of(body.model, record_of(http).caller)
         info, given = context.requests.info(), len(body.tokens)
         if given > info.max_model_len:
@@ -171,20 +172,20 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
 def _add_state(app: FastAPI, context: RouteContext) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """Whether the engine lives."""
+        """Whether the engine is alive."""
         if context.requests.failure is not None:
             raise ApiError(503, context.requests.failure, code="engine_failed")
         return {"status": "ok"}
 
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """Whether requests are taken."""
+        """Whether the server takes requests."""
         context.requests.check_open()
         return {"status": "ready"}
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        """Of the server, and what else the bits of its answers depend on."""
+        """The server's version, and everything else that the bits of its answers depend on."""
         fingerprint = context.requests.info().system_fingerprint
         return {"version": __version__, "system_fingerprint": fingerprint}
 
@@ -209,14 +210,14 @@ def _add_admin(app: FastAPI, context: RouteContext) -> None:
 
     @app.post("/v1/unload_lora_adapter")
     async def unload_lora_adapter(body: UnloadAdapterRequest, http: Request) -> Response:
-        """No request may name it any more. Those that run go on."""
+        """No new request may name the adapter. Running requests go on."""
         check_admin(http)
         context.engine.unload_adapter(body.lora_name)
         return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache(http: Request) -> Response:
-        """Calls that come after this find nothing of what was computed before."""
+        """Empties the prefix cache: later requests get no hits on blocks computed before."""
         check_admin(http)
         if not context.requests.info().prefix_caching:
             problem = "prefix caching is off here (cache.prefix_caching)"

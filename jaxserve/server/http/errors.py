@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 from jaxserve.server.requests.engine_load import LOAD_HEADER, EngineLoad
 
 RECORD = "jaxserve.record"
-"""Where the scope of a call has its CallRecord, if somebody keeps one."""
+"""Key of the CallRecord in a call's scope, if one is kept."""
 
 
 class ApiError(Exception):
@@ -33,8 +33,7 @@ class ApiError(Exception):
         code: OpenAI's error code.
         headers: of the response.
         outcome: the outcome to record; None chooses it by the status.
-        retry_s: seconds after which the same call may succeed; None where it is not the moment
-            that is wrong.
+        retry_s: seconds after which the same call may succeed; None if a retry does not help.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class ApiError(Exception):
         self._load: EngineLoad | None = None
 
     def note(self, record: CallRecord) -> None:
-        """Records the call's outcome. Where the client may come again, it is told the load, too."""
+        """Records the call's outcome. If the client may try again, the error includes the load."""
         record.outcome, record.reason = self.outcome, str(self)
         self._load = None if self.retry_s is None else record.load()
 
@@ -106,7 +105,7 @@ def _ms(seconds: float) -> int:
 
 
 def as_api_error(error: Exception) -> ApiError | None:
-    """The error for the client; None if it is not an error of a call."""
+    """The error for the client; None if it is a defect of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, NotAllowed):
@@ -130,27 +129,27 @@ def as_api_error(error: Exception) -> ApiError | None:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Has the errors of others, and unexpected ones, end as an error object; routes do so with
-    those of calls."""
+    """Makes errors of FastAPI, and unexpected errors, end as an error object. Routes do so with
+    errors of calls."""
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _of_http)
     app.add_exception_handler(Exception, _unexpected)
 
 
 def error_response(request: Request, error: ApiError) -> JSONResponse:
-    """The error's answer, once the call's record has how it ended."""
+    """The response for an error; also records the call's outcome."""
     error.note(record_of(request))
     return error.response()
 
 
 def record_of(request: Request) -> CallRecord:
-    """What the log is to say of the call; nobody keeps it where nothing is logged."""
+    """The call's record; one that nobody keeps if calls are not logged."""
     record = request.scope.get(RECORD)
     return record if isinstance(record, CallRecord) else CallRecord("")
 
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    """The server's own fault, which goes to the log, too."""
+    """The error for a defect of the server, which is also logged."""
     told = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
     return error_response(request, told)
 
@@ -165,20 +164,20 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # of "body", or "query"
+    found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # drops "body"
     where, message, code = validation_message(found)
     return error_response(request, ApiError(400, message, param=where, code=code))
 
 
-# What pydantic has in its ways into a value beside names and numbers: alternatives of a union.
+# What pydantic's locations contain beside names and indices: alternatives of a union.
 _TYPE = re.compile(
     r"str|bool|SloFields|ChosenTool|NamedTool|Item\[\w+\]|(list|dict|function-[a-z]+)\[.*\]"
     r"|constrained-\w+"
 )
 _UNKNOWN = "extra_forbidden"
 SHOWN = 80
-"""Characters of a name that somebody made up, in an error."""
-# In place of its words, which are its classes' and not the API's.
+"""Most characters of a client's name in an error."""
+# Instead of pydantic's messages, which speak of classes and not of the API.
 _WORDS = {
     _UNKNOWN: "this server has no such field",
     "missing": "is required",
@@ -200,10 +199,10 @@ _WORDS = {
 
 
 def validation_message(found: Sequence[Any]) -> tuple[str | None, str, str]:
-    """Of what pydantic finds wrong: the field, None for the whole body; one line; and the error's
-    code."""
-    # Of a union all alternatives are in error: the one with the longest way into the value, and
-    # rather the list than the string.
+    """Describes what pydantic found wrong: the field, or None for the whole body; one line of text;
+    and the error's code."""
+    # For a union, pydantic reports all alternatives: take the one with the longest location, and
+    # prefer lists to strings.
     first = max(found, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
     unknown = first["type"] == _UNKNOWN
     code = "unknown_field" if unknown else "invalid_value"

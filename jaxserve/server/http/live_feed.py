@@ -1,4 +1,4 @@
-"""What the console's view of operations shows, put together twice a second."""
+"""The data for the console's view of operations, collected twice a second."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 from jaxserve.server.requests.engine_client import EngineClient
 
 STEPS, WINDOW_S, MAX_CELLS = 120, 300.0, 4096
-PARTS = 20  # of the window, in each of which it is counted who met their targets
-_MAX_TIMES = 50_000  # of tokens and of requests that are kept
-_FULL = 0.02  # share of the pool below which it counts as full
+PARTS = 20  # of the window; met targets are counted in each
+_MAX_TIMES = 50_000  # most times of tokens and of requests that are kept
+_FULL = 0.02  # the pool counts as full below this free share
 _TURNED_AWAY = (CallOutcome.EXPECTED_LATE, CallOutcome.QUEUE_FULL)
 MET, MISSED, REFUSED = range(3)
-"""What became of a request's targets."""
+"""Outcomes of a request's targets."""
 
-_Times = deque[tuple[float, float]]  # when, and how long it took; seconds
+_Times = deque[tuple[float, float]]  # (when, how long it took), in seconds
 
 
 class LiveFeed(Observer):
-    """Observes the engine, on its thread, and calls, on the event loop's, and says what the console
-    shows, on any other. limits: of what the policy may put into a batch."""
+    """Observes the engine on its thread, and calls on the event loop's thread. `snapshot` may be
+    called on any other thread. limits: limits of what the policy may put into a batch."""
 
     def __init__(self, engine: EngineClient, limits: SchedulerConfig) -> None:
         self._engine, self._limits = engine, limits
@@ -37,19 +37,19 @@ class LiveFeed(Observer):
         self._first: dict[Tier, _Times] = {tier: deque(maxlen=_MAX_TIMES) for tier in Tier}
         self._between: dict[Tier, _Times] = {tier: deque(maxlen=_MAX_TIMES) for tier in Tier}
         self._verdicts: deque[tuple[float, str, int]] = deque(maxlen=_MAX_TIMES)
-        self._given_up: Counter[str] = Counter()  # that have not ended, by class
+        self._given_up: Counter[str] = Counter()  # requests that have not ended, by class
         self._prompts: deque[tuple[float, int]] = deque(maxlen=_MAX_TIMES)
         self._seen = 0  # steps
 
-    # On the engine's thread.
+    # Called on the engine's thread.
 
     def on_step(self, stats: StepStats) -> None:
-        """Its composition."""
+        """Keeps the step's composition."""
         self._steps.append(stats)
         self._seen += 1
 
     def on_given_up(self, request: Request) -> None:
-        """Of which class it is."""
+        """Counts the request by its class."""
         self._given_up[request.slo_class] += 1
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
@@ -61,7 +61,7 @@ class LiveFeed(Observer):
         self._between[tier].append((time.monotonic(), tbt))
 
     def on_finish(self, stats: RequestStats) -> None:
-        """How long its prompt was, and whether its targets were met."""
+        """Keeps the prompt's length, and whether the targets were met."""
         self._prompts.append((time.monotonic(), stats.prompt_tokens))
         verdict = stats.verdict
         if verdict is not None:
@@ -69,18 +69,18 @@ class LiveFeed(Observer):
             came_of_it = MET if verdict.met else MISSED
             self._verdicts.append((time.monotonic(), verdict.slo_class, came_of_it))
 
-    # On the event loop's.
+    # Called on the event loop's thread.
 
     def on_call(self, record: CallRecord) -> None:
-        """One has ended. Of one that was turned away the engine knows nothing, and its targets
-        were missed all the same."""
+        """A call has ended. The engine never sees a call that was refused, but its targets count as
+        missed."""
         if record.outcome in _TURNED_AWAY:
             targets = [each for each in record.requests if each.slo != SLO()]
             count = sum(each.sampling.n for each in targets) - len(record.last)
             for _ in range(count):
                 self._verdicts.append((time.monotonic(), targets[0].slo_class, REFUSED))
 
-    # On any other.
+    # Called on any other thread.
 
     def snapshot(self) -> dict[str, Any]:
         """All that the page shows, for JSON."""
@@ -105,7 +105,7 @@ class LiveFeed(Observer):
         }
 
     def _latency(self, since: float) -> list[dict[str, Any]]:
-        """Percentiles by tier, of those that have had a token."""
+        """Percentiles by tier, of requests that have had a token."""
         return [
             {
                 "tier": tier.name.lower(),
@@ -138,14 +138,14 @@ class LiveFeed(Observer):
         return {
             "blocks": stats.blocks_total,
             "free": stats.blocks_free,
-            "every": every,  # one of so many blocks is shown
+            "every": every,  # one of every so many blocks is shown
             "map": (_sample(uses, every) + ord("0")).astype(np.uint8).tobytes().decode(),
             "counts": np.bincount(uses, minlength=len(BlockUse)).tolist(),
         }
 
     def _newcomer(self, since: float) -> dict[str, float] | None:
-        """What a real-time request would wait for its first token that came now, with a prompt as
-        long as the median of those that have ended lately; None where none has."""
+        """Expected wait for the first token of a real-time request that came now, with a prompt of
+        the median length of requests that ended lately; None if none ended lately."""
         lengths = [tokens for at, tokens in tuple(self._prompts) if at >= since]
         if not lengths:
             return None
@@ -165,9 +165,9 @@ class LiveFeed(Observer):
         return sum(len(list(takewhile(lambda seen: seen[0] >= since, t))) for t in latest) / recent
 
     def _attained(self, since: float) -> list[dict[str, Any]]:
-        """By class how many met their targets, missed them, were turned away, and how many run
-        whose targets are given up; and the first three in each of PARTS of the time since then, the
-        latest last."""
+        """For each class, how many requests met their targets, missed them or were refused, and how
+        many are running although their targets were given up. Also the first three counts in each
+        of PARTS equal parts of the time since then, the latest last."""
         parts: defaultdict[str, list[list[int]]] = defaultdict(
             lambda: [[0, 0, 0] for _ in range(PARTS)]
         )
@@ -178,7 +178,8 @@ class LiveFeed(Observer):
         live: Counter[str] = Counter()
         for (name, _, _), count in self._engine.live_counts().items():
             live[name] += count
-        # One whose end could not be told counts no longer than its class has any.
+        # A request whose end was never reported counts only as long as its class has running
+        # requests.
         lost = {name: min(count, live[name]) for name, count in self._given_up.copy().items()}
         found = []
         for name in sorted({*parts, *(name for name, count in lost.items() if count)}):
@@ -189,8 +190,8 @@ class LiveFeed(Observer):
 
 
 def _sample(uses: np.ndarray, every: int) -> np.ndarray:
-    """One of `every` blocks, in the shares that the blocks around it have: K and V are taken from
-    the pool in turn, so that every second block of it could be all K."""
+    """One of every `every` blocks, so that uses keep their shares among the blocks around it. K and
+    V blocks alternate in the pool, so taking every second block could show K blocks only."""
     if every <= 1:
         return uses
     around = np.arange(len(uses)) // every**2
@@ -198,7 +199,7 @@ def _sample(uses: np.ndarray, every: int) -> np.ndarray:
 
 
 def scheduling_decision(step: StepStats, stats: EngineStats, limits: SchedulerConfig) -> str:
-    """What the last batch was, and why no more was in it, in one line."""
+    """One line on what the last batch was, and why it was not larger."""
     parts = []
     if step.num_decodes:
         parts.append(_counted(step.num_decodes, "decode"))
@@ -243,7 +244,8 @@ def _strip(step: StepStats) -> list[int]:
 
 
 def _share(hits: dict[str, int], queries: dict[str, int]) -> float | None:
-    """Of prompt tokens since the start; None where nobody has looked for any."""
+    """Share of prompt tokens since the start that were cache hits; None before the first
+    look-up."""
     asked = sum(queries.values())
     return sum(hits.values()) / asked if asked else None
 

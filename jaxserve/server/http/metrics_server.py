@@ -15,7 +15,7 @@ from jaxserve.server.http.transport.http_server import HttpServer
 from jaxserve.server.loop_thread import LoopThread
 from jaxserve.server.telemetry.metrics import READER
 
-MAX_CONNECTIONS = 16  # one more closes the longest silent
+MAX_CONNECTIONS = 16  # one more closes the longest silent connection
 _WRITE_S = 10.0
 
 

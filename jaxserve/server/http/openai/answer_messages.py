@@ -1,4 +1,4 @@
-"""A model's text as a message of OpenAI's, whole and in pieces."""
+"""Makes OpenAI's messages of a model's text, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from jaxserve.server.tools.calls import (
 )
 
 PROMPT_END = 256
-"""Characters of a prompt that say how its continuation begins."""
+"""Last characters of a prompt, which say how its continuation begins."""
 
 
 def parser_note(template: ChatTemplate, use: ToolUse | None, prompt: str) -> dict[str, Any]:
-    """What `message_parser` has to know of a chat, JSON, which batches keep.
+    """What `message_parser` has to know of a chat, as JSON that batches keep.
 
     Args:
-        template: has the formats of the model.
-        use: the tools that may be called; None where nothing may.
+        template: knows the formats of the model.
+        use: the tools that may be called; None for none.
         prompt: the prompt's text, as the template has rendered it.
 
     Returns:
-        Empty where all of the text is content.
+        Empty if all of the text is content.
     """
     thinks, end = template.reasoning_format, prompt[-PROMPT_END:]
     note: dict[str, Any] = {} if use is None else {"calls": use.note()}
@@ -41,7 +41,7 @@ def parser_note(template: ChatTemplate, use: ToolUse | None, prompt: str) -> dic
 
 
 def message_parser(template: ChatTemplate, note: Mapping[str, Any]) -> MessageParser:
-    """The parser of one continuation. note: of `parser_note`."""
+    """The parser of one continuation. note: from `parser_note`."""
     thinks, end, calls = template.reasoning_format, note.get("prompt_end"), note.get("calls")
     return MessageParser(
         None if thinks is None or end is None else thinks.parser(end),
@@ -50,7 +50,7 @@ def message_parser(template: ChatTemplate, note: Mapping[str, Any]) -> MessagePa
 
 
 def assistant_message(text: str) -> dict[str, Any]:
-    """What the model says, as a turn of the chat."""
+    """The model's text as a turn of the chat."""
     return {"role": "assistant", "content": text, "refusal": None}
 
 
@@ -61,14 +61,14 @@ def ended_message(
     reason: str,
     new_id: Callable[[], str],
 ) -> dict[str, Any]:
-    """Message and reason of a whole answer.
+    """The message and the finish reason of a whole answer.
 
     Args:
-        template: has the formats of the model.
-        note: of the chat's `parser_note`.
+        template: knows the formats of the model.
+        note: the chat's `parser_note`.
         text: the answer.
         reason: why it ended.
-        new_id: makes those of calls.
+        new_id: makes ids of calls.
     """
     if not note:
         return {"message": assistant_message(text), "finish_reason": reason}
@@ -83,8 +83,8 @@ def ended_message(
 
 
 def with_calls(ended: dict[str, Any], called: bool) -> dict[str, Any]:
-    """Fields of an answer with the reason for which it ended, if it has: of those that ended by
-    themselves it is their calls. called: whether there are any."""
+    """The fields of an answer with its finish reason, if it has ended. An answer that ended by
+    itself and has tool calls ends for those. called: whether it has any."""
     if not called or ended.get("finish_reason") != "stop":
         return ended
     return {**ended, "finish_reason": "tool_calls"}
@@ -99,11 +99,11 @@ class MessageDeltas:
     """The pieces of one message.
 
     Args:
-        parser: of its text.
+        parser: parses its text.
         new_id: makes the id of a call.
 
     Attributes:
-        calls: how many have begun.
+        calls: how many calls have begun.
     """
 
     def __init__(self, parser: MessageParser, new_id: Callable[[], str]) -> None:
@@ -111,7 +111,7 @@ class MessageDeltas:
         self.calls = 0
 
     def delta(self, text: str, *, last: bool) -> dict[str, Any]:
-        """What the next text adds; {} while it is held back."""
+        """The delta for the next text; {} while the text is held back."""
         pieces = self._parser.feed(text)
         if last:
             pieces += self._parser.finish()

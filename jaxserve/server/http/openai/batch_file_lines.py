@@ -36,7 +36,7 @@ from jaxserve.server.requests.call_outcome import drafted_tokens
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _BODIES: Mapping[str, type[Generation]] = {COMPLETIONS: CompletionRequest, CHAT: ChatRequest}
 MAX_CUSTOM_ID = 128
-# As JSON has strings, of at most as many characters.
+# A JSON string of at most this many characters.
 _CUSTOM_ID = re.compile(
     r'"custom_id"\s*:\s*("(?:[^"\\\x00-\x1f]|\\u[0-9a-fA-F]{4}|\\[^u]){1,128}")'
 )
@@ -44,7 +44,7 @@ _STATUS = {"INVALID_ARGUMENT": 400, NO_ROOM: 413}
 
 
 class BatchRequestLine(Body):
-    """One line of the file."""
+    """One line of a batch file."""
 
     custom_id: str
     method: str
@@ -53,7 +53,7 @@ class BatchRequestLine(Body):
 
 
 def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> NewLine:
-    """The journal's line for a line of a batch file. An error in it becomes its result.
+    """The journal's line for a line of a batch file. An error in the line becomes its result.
 
     Args:
         context: what the routes need.
@@ -65,7 +65,7 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
     try:
         raw = text.encode()
         if len(raw) > MAX_LINE:
-            text = text[:MAX_CUSTOM_ID]  # nobody needs all of it
+            text = text[:MAX_CUSTOM_ID]  # enough to recognise it
             raise InvalidRequest("line", f"takes more than {MAX_LINE:,} bytes")
         given = parse_body(raw, BatchRequestLine)
         name = given.custom_id[:MAX_CUSTOM_ID]
@@ -92,7 +92,7 @@ def _custom_id(text: str) -> str:
     found = _CUSTOM_ID.search(text)
     try:
         return "" if found is None else str(json.loads(found[1])).encode().decode()
-    except ValueError:  # half a surrogate pair, among others
+    except ValueError:  # such as half a surrogate pair
         return ""
 
 
@@ -125,7 +125,7 @@ def written_line(
 def _asked(
     context: RouteContext, body: Generation, tenant: str
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Prompt, sampling fields, and what the answer wants to know of them."""
+    """Prompt, sampling fields, and the note that the answer will need."""
     if body.model not in (None, "", context.model):
         problem = f"a batch is for {context.model!r}, and for no adapter; got {body.model!r:.80}"
         raise InvalidRequest("model", problem)
@@ -176,7 +176,7 @@ def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> 
 def _choice(
     context: RouteContext, chat: bool, found: Completion, note: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
-    # Whether its first space is text depends on the prompt, which is not at hand.
+    # Whether its first space belongs to the text depends on the prompt, which is not known here.
     before = found.token_ids if found.text.startswith(" ") else ()
     tell: Callable[..., Any] = CompletionLogprobs(context.engine, before).as_dict
     if chat:
@@ -196,10 +196,10 @@ def _choice(
 
 
 def _digits(name: str) -> bytes:
-    """Of an id, which is the same whenever the results are read."""
+    """Digits for an id that is the same whenever the results are read."""
     return hashlib.sha256(name.encode()).digest()[:12]
 
 
 def jsonl_line(line: dict[str, Any]) -> bytes:
-    """As a line of JSONL."""
+    """The line as JSONL."""
     return to_json(line, inf_nan_mode="null") + b"\n"

@@ -24,8 +24,8 @@ from jaxserve.server.requests.call_outcome import CallOutcome
 
 NO_BATCHES = "this server takes no batches; it was started without a batch_dir"
 _JSONL = "application/jsonl"
-_PIECE = 64 << 10  # of a file that is read: what a reader who does not read costs
-_PARSED = 16 << 10  # of a form at once: what looks like the ends of parts takes 0.2 us per byte
+_PIECE = 64 << 10  # read from a file at once; a stalled reader costs this much
+_PARSED = 16 << 10  # parsed of a form at once; slowest is 0.2 us per byte
 _PURPOSE = "batch"
 _FORM = {
     "type": "object",
@@ -70,29 +70,29 @@ def add_batch_routes(
 def _add_batches(app: FastAPI, door: Door) -> None:
     @app.post("/v1/batches")
     async def create(body: BatchRequest, http: Request) -> dict[str, Any]:
-        """Has a file's lines served, as best-effort requests."""
+        """Creates a batch, which serves a file's lines as best-effort requests."""
         return await unless_gone(http, door(http).create(body))
 
     @app.get("/v1/batches")
     async def every(
         http: Request, limit: Annotated[int, Query(ge=0, le=100)] = 20, after: str | None = None
     ) -> dict[str, Any]:
-        """The latest first."""
+        """Lists batches, the latest first."""
         return _listed(*await door(http).page(after, limit))
 
     @app.get("/v1/batches/{batch_id}")
     async def get(batch_id: str, http: Request) -> dict[str, Any]:
-        """Where it is."""
+        """The status of a batch."""
         return await door(http).get(batch_id)
 
     @app.post("/v1/batches/{batch_id}/cancel")
     async def cancel(batch_id: str, http: Request) -> dict[str, Any]:
-        """Lines without a result get none."""
+        """Cancels a batch: lines without a result never get one."""
         return await door(http).cancel(batch_id)
 
     @app.delete("/v1/batches/{batch_id}")
     async def delete(batch_id: str, http: Request) -> dict[str, Any]:
-        """Forgets a batch that is not being served, with its results."""
+        """Deletes a batch that is not being served, with its results."""
         await door(http).delete(batch_id)
         return {"id": batch_id, "object": "batch", "deleted": True}
 
@@ -100,31 +100,31 @@ def _add_batches(app: FastAPI, door: Door) -> None:
 def _add_files(app: FastAPI, store: Callable[[Request], FileStore], door: Door) -> None:
     @app.post("/v1/files", openapi_extra=_UPLOAD)
     async def upload(http: Request) -> dict[str, Any]:
-        """A file to make a batch of: JSONL."""
+        """Uploads a JSONL file, of which a batch can be made."""
         return (await _uploaded(http, store(http))).as_dict()
 
     @app.get("/v1/files")
     async def every(
         http: Request, limit: Annotated[int, Query(ge=1, le=1000)] = 1000, after: str | None = None
     ) -> dict[str, Any]:
-        """Uploads, the latest first."""
+        """Lists uploads, the latest first."""
         page, more = await asyncio.to_thread(store(http).list_files, after, limit)
         return _listed([each.as_dict() for each in page], more)
 
     @app.get("/v1/files/{file_id}")
     async def get(file_id: str, http: Request) -> dict[str, Any]:
-        """An upload."""
+        """Describes an upload."""
         return (await asyncio.to_thread(store(http).find_file, file_id)).as_dict()
 
     @app.delete("/v1/files/{file_id}")
     async def delete(file_id: str, http: Request) -> dict[str, Any]:
-        """Forgets an upload; batches made of it go on."""
+        """Deletes an upload; batches made of it go on."""
         await asyncio.to_thread(store(http).delete_file, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
     @app.get("/v1/files/{file_id}/content")
     async def content(file_id: str, http: Request) -> Response:
-        """An upload, or the results of a batch."""
+        """The content of an upload, or the results of a batch."""
         results = result_file(file_id)
         if results is None:
             file = await asyncio.to_thread(store(http).open_file, file_id)
@@ -141,8 +141,8 @@ def _listed(page: list[dict[str, Any]], more: bool) -> dict[str, Any]:
 
 
 async def _uploaded(http: Request, store: FileStore) -> StoredFile:
-    """What a form has, once there is room for it. Not FastAPI's own form, which would be read
-    before anybody asks for room, and makes a 400 of a full disk."""
+    """The parsed form, read once there is room for it. FastAPI's own forms would be read before
+    room is reserved, and would answer 400 if the disk is full."""
     if not http.headers.get("content-type", "").lower().startswith("multipart/form-data"):
         raise InvalidRequest("file", "must be sent as a form, Content-Type: multipart/form-data")
     length = http.headers.get("content-length")
@@ -158,7 +158,7 @@ async def _uploaded(http: Request, store: FileStore) -> StoredFile:
             stack.push_async_callback(form.close)
         except MultiPartException as error:
             raise ApiError(400, f"the body: {error.message}", code="invalid_value") from None
-        except OSError as error:  # where parts of it are kept until it is whole
+        except OSError as error:  # where its parts are kept until it is complete
             raise disk_error(error) from error
         except ClientDisconnect:
             raise ClientGone from None
@@ -171,7 +171,7 @@ async def _uploaded(http: Request, store: FileStore) -> StoredFile:
 
 
 async def _pieces_of(http: Request) -> AsyncGenerator[bytes, None]:
-    """The body, in pieces between which others have their turn."""
+    """The body in pieces, between which other tasks run."""
     async with contextlib.aclosing(http.stream()) as stream:
         async for chunk in stream:
             for begin in range(0, len(chunk), _PARSED):

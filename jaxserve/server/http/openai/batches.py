@@ -1,4 +1,4 @@
-"""OpenAI's batches, on the journal that gRPC's use, too."""
+"""OpenAI's batches, on the same journal as gRPC's batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OUTPUT, ERRORS = "output", "errors"
 
 
 class BatchRequest(Body):
-    """POST /v1/batches. completion_window is taken for what it says: best-effort."""
+    """POST /v1/batches. completion_window is accepted as asking for best-effort service."""
 
     input_file_id: Text
     endpoint: Literal["/v1/completions", "/v1/chat/completions"]
@@ -58,8 +58,8 @@ class CallerBatches:
         self._caller, self._owner = caller, caller.name
 
     async def create(self, asked: BatchRequest) -> dict[str, Any]:
-        """Creates a batch of a file's lines. A malformed line fails by itself; ApiError for two of
-        one name, whose results nobody could tell apart."""
+        """Creates a batch of a file's lines. A malformed line fails by itself. Raises ApiError if
+        two lines have the same custom_id, since their results could not be told apart."""
         name, first, seen = f"batch-{uuid.uuid4().hex}", 0, dict[str, int]()
         note = json.dumps({**asked.model_dump(), "created": int(time.time())})
         submit = functools.partial(self._batches.submit, name, caller=self._caller, note=note)
@@ -79,7 +79,7 @@ class CallerBatches:
             raise
 
     async def get(self, name: str) -> dict[str, Any]:
-        """One batch."""
+        """The batch with this id."""
         return _described(await self._noted(name))
 
     async def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
@@ -99,7 +99,7 @@ class CallerBatches:
         await self._batches.delete(name, self._owner)
 
     async def results(self, name: str, which: str) -> AsyncGenerator[bytes, None]:
-        """Yields the results so far as JSONL: of the lines that succeeded, or of those that
+        """Yields the results so far as JSONL, either of lines that succeeded or of lines that
         failed."""
         note = json.loads((await self._noted(name)).status.note)
         pages = self._batches.results(name, 0, follow=False, owner=self._owner)
@@ -109,15 +109,15 @@ class CallerBatches:
                 yield await asyncio.to_thread(self._written, note, name, wanted)
 
     async def _noted(self, name: str) -> Progress:
-        """One that was made here."""
+        """The status and note of a batch that was created here."""
         found = await self._batches.status(name, self._owner)
         if not found.status.note:
             raise UnknownBatch(name)
         return found
 
     async def _forget(self, name: str) -> None:
-        """What has come of one that is not whole, if anything; if that fails too, it goes when it
-        is old."""
+        """Deletes what was stored of an incomplete batch. If that fails too, it is deleted by age
+        later."""
         with contextlib.suppress(BatchRefused, sqlite3.Error):
             await self._batches.cancel(name, self._owner)
             await self._batches.delete(name, self._owner)
@@ -129,7 +129,7 @@ class CallerBatches:
 
 
 def result_file(file_id: str) -> tuple[str, str] | None:
-    """Batch and kind of a file of results; None for an upload."""
+    """Batch and kind of a results file; None for an upload."""
     for which in (OUTPUT, ERRORS):
         if file_id.endswith("-" + which):
             return file_id.removesuffix("-" + which), which
@@ -137,7 +137,8 @@ def result_file(file_id: str) -> tuple[str, str] | None:
 
 
 def _check_names(lines: Sequence[NewLine], first: int, seen: dict[str, int]) -> None:
-    """Adds those of further lines, by line."""
+    """Checks that further lines have new custom_ids, and adds them to `seen`, with their line
+    numbers."""
     for number, line in enumerate(lines, first + 1):
         if line.name and seen.setdefault(line.name, number) != number:
             problem = f"{line.name!r:.80} is that of line {seen[line.name]} and of line {number}"

@@ -1,9 +1,9 @@
-"""From a body's bytes to its fields: bounded before it is parsed, parsed beside the event loop, and
-refused at its first error.
+"""From a body's bytes to its fields. A body is bounded before it is parsed, parsed off the event
+loop, and refused at its first error.
 
-Parsers hold the interpreter's lock until they are done, whichever thread they run on, and what they
-make takes up to twenty times the bytes. So a body is counted first, in pieces: `MAX_PARTS`,
-`MAX_ITEMS` and `MAX_DEPTH` bound the time and the memory of all that follows.
+Parsers hold the interpreter's lock until they are done, on whichever thread they run, and their
+output takes up to twenty times the memory of the body. So the parts of a body are counted first, in
+pieces: `MAX_PARTS`, `MAX_ITEMS` and `MAX_DEPTH` bound the time and the memory of the rest.
 """
 
 from __future__ import annotations
@@ -38,34 +38,36 @@ from jaxserve.server.requests.call_outcome import CallOutcome
 from jaxserve.server.requests.engine_requests import half_surrogate
 
 MAX_PARTS = 1 << 16
-"""Strings (names of fields among them), lists and objects of a body: 10,000 messages, say."""
+"""Most strings (including names of fields), lists and objects in a body: enough for 10,000
+messages."""
 MAX_ITEMS = 1 << 19
-"""Entries of all its lists and objects together: token ids."""
+"""Most entries of all lists and objects in a body: mostly token ids."""
 MAX_DEPTH = 128
-"""Lists and objects within each other. A schema nests by two or three for each level of its own."""
+"""Most lists and objects nested in each other. A schema takes two or three for each of its own
+levels."""
 BODIES_BYTES = 512 << 20
-"""That are being read and parsed at once, beyond the first FREE_BYTES of each body."""
+"""Most bytes of bodies being read and parsed at once, not counting the first FREE_BYTES of each."""
 FREE_BYTES = 64 << 10
 INLINE_BYTES = 16 << 10
-"""Longer ones are parsed beside the event loop; to go there and back takes some 0.1 ms."""
+"""Longer bodies are parsed off the event loop, which adds some 0.1 ms."""
 SHOWN_DEEP = 16
-"""Names of a way into a body that an error has at most."""
-_PIECE = 256 << 10  # bytes that are counted at once
-_DEEPER = np.zeros(256, np.int8)  # by character
+"""Most names in the location that an error gives."""
+_PIECE = 256 << 10  # bytes counted at once
+_DEEPER = np.zeros(256, np.int8)  # how each character changes the depth
 _DEEPER[list(b"[{")], _DEEPER[list(b"]}")] = 1, -1
 
-# A number takes up to 0.1 ms, and there may be half a million of them: between calls of Python
-# functions other threads have their turn, and small bodies do without.
+# A number takes up to 0.1 ms, and there may be half a million of them. Other threads can run
+# between calls of Python functions, so long bodies use these parsers.
 _HOOKS: dict[str, Any] = {"parse_int": lambda text: int(text), "parse_float": lambda t: float(t)}
 
 Parsed = TypeVar("Parsed", bound=BaseModel)
 Beside = Callable[..., Awaitable[Any]]
-"""Calls a function with arguments on another thread, at a tenant's turn: `run_beside`."""
+"""Calls a function on another thread, at a tenant's turn: `run_beside`."""
 
 
 def body_route(beside: Beside) -> type[APIRoute]:
-    """Routes whose one JSON body is read here instead of by FastAPI, which parses and validates on
-    the event loop, whatever comes, and lists all that is wrong. Errors of a call end as its error
+    """Routes whose JSON body is read here and not by FastAPI, which would parse and validate bodies
+    of any size on the event loop, and list all errors. An error of a call is answered by its error
     object."""
     room = Admission(BODIES_BYTES, "this server reads at once", "bytes of bodies are being read")
     turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by tenant
@@ -101,13 +103,13 @@ def body_route(beside: Beside) -> type[APIRoute]:
 
 
 def _as_get(scope: Scope) -> Scope:
-    """HEAD is GET, whose body is not sent. The server itself, which has the same object, has to
-    know which it is."""
+    """HEAD is answered like GET, without the body. The server shares the scope and must still see
+    HEAD."""
     return {**scope, "method": "GET"} if scope.get("method") == "HEAD" else scope
 
 
 def _head_alone(send: Send) -> Send:
-    """Ends an answer behind its head, streams too: to those the client is gone then."""
+    """Ends an answer after its head. A stream then sees that the client is gone."""
 
     async def sent(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -118,18 +120,18 @@ def _head_alone(send: Send) -> Send:
 
 
 class _ReadRequest(Request):
-    """One whose body has been read: FastAPI takes what is an instance already as it is."""
+    """A request whose body has been read: FastAPI takes an instance of the model as it is."""
 
     def __init__(self, request: Request, body: BaseModel) -> None:
         super().__init__(request.scope, request.receive, request._send)
         self._parsed = body
 
     async def body(self) -> bytes:
-        """Some, so that `json` is asked."""
+        """Any bytes, so that FastAPI calls `json`."""
         return b"{}"
 
     async def json(self) -> Any:
-        """The model."""
+        """The body as an instance of its model."""
         return self._parsed
 
 
@@ -153,8 +155,8 @@ async def _read(
                 if more:
                     room.enter(caller, more)
                     held += more
-                    # However many bodies a tenant sends, the event loop has a piece of one at once:
-                    # the others' connections are not read meanwhile.
+                    # However many bodies a tenant sends, the event loop handles a piece of one at a
+                    # time; the tenant's other connections are not read meanwhile.
                     async with turns[caller.name]:
                         await asyncio.sleep(0)
         raw = b"".join(pieces)
@@ -174,16 +176,16 @@ def parse_body(raw: bytes, kind: type[Parsed]) -> Parsed:
 
     Args:
         raw: JSON, as UTF-8.
-        kind: the model of what it has to be.
+        kind: the model that it has to match.
 
     Raises:
-        ApiError: 400, which names the field that is wrong, or None for the whole.
+        ApiError: 400, with the field that is wrong, or None for the whole body.
     """
     return validate_body(_loaded(raw), kind)
 
 
 def validate_body(value: Any, kind: type[Parsed]) -> Parsed:
-    """The same, of what the JSON says."""
+    """As `parse_body`, of parsed JSON."""
     if not isinstance(value, dict):
         raise _no_object()
     try:
@@ -203,17 +205,17 @@ def _loaded(raw: bytes) -> Any:
         raise _not_json(f"byte {error.start} is no UTF-8") from None
     except json.JSONDecodeError as error:
         raise _not_json(f"{error.msg} at character {error.pos}") from None
-    except ValueError:  # Python's own limit
+    except ValueError:  # Python's limit on digits
         raise _not_json("a number has more digits than are read") from None
-    # Nothing but an escape can make what is no Unicode of valid UTF-8.
+    # In valid UTF-8, only an escape can make half a surrogate pair.
     if b"\\ud" in raw or b"\\uD" in raw:
         _check_text(value)
     return value
 
 
 def _check_text(value: Any, place: tuple[str | int, ...] = ()) -> None:
-    """Raises ApiError for a string with half a surrogate pair, which is no text, and which nothing
-    behind can encode."""
+    """Raises ApiError for a string with half a surrogate pair: it is not valid text and cannot be
+    encoded later."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -232,8 +234,8 @@ def _check_text(value: Any, place: tuple[str | int, ...] = ()) -> None:
 
 
 def _count(raw: bytes) -> None:
-    """Raises ApiError for more than is parsed. Most bodies have fewer quotes, brackets and commas
-    in all, those of their texts among them."""
+    """Raises ApiError if the body is too complex to be parsed. Most bodies pass a first count of
+    all quotes, brackets and commas, including those in their strings."""
     quotes = brackets = commas = 0
     for start in range(0, len(raw), _PIECE):
         end = start + _PIECE
@@ -245,15 +247,14 @@ def _count(raw: bytes) -> None:
 
 
 def outside_strings(raw: bytes, piece_bytes: int = _PIECE) -> tuple[int, int, int]:
-    """What stands outside of strings. Raises ApiError as soon as that is more than is parsed.
+    """Counts what stands outside of strings. Raises ApiError as soon as a count is too high.
 
     Args:
         raw: JSON.
-        piece_bytes: how much is looked at at once.
+        piece_bytes: bytes that are counted at once.
 
     Returns:
-        How many strings, lists and objects there are; how many commas; how deep lists and objects
-        are nested.
+        Number of strings, lists and objects; number of commas; depth of nested lists and objects.
     """
     inside, depth, deepest, quotes, opened, commas = False, 0, 0, 0, 0, 0
     for piece in _unescaped(raw, piece_bytes):
@@ -276,12 +277,12 @@ def outside_strings(raw: bytes, piece_bytes: int = _PIECE) -> tuple[int, int, in
 
 
 def _unescaped(raw: bytes, piece_bytes: int) -> Iterator[bytes]:
-    """In pieces, without backslashes and without the quotes that they take for text."""
+    """The body in pieces, without backslashes and the quotes that they escape."""
     start = 0
     while start < len(raw):
         end = start + piece_bytes
         piece = raw[start:end]
-        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what it escapes is in the next one
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # it escapes the next character
             end += 1
             piece = raw[start:end]
         yield piece.replace(b"\\\\", b"").replace(b'\\"', b"")

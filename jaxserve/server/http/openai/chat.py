@@ -48,13 +48,13 @@ _OF_TOOLS = ("tool", "function")
 
 
 class PreparedChat(NamedTuple):
-    """What a chat asks for.
+    """A chat's request, and how to read its answer.
 
     Attributes:
-        wanted: its request.
-        note: of `parser_note`.
-        thought: with which its answer may begin; None for none.
-        unenforced: places of what its schemas say, and its text is not held to.
+        wanted: the request.
+        note: from `parser_note`.
+        thought: the thought that the answer may begin with; None for none.
+        unenforced: places of the keywords in its schemas that the text is not held to.
     """
 
     wanted: list[Request]
@@ -96,7 +96,7 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
 
 @contextmanager
 def _naming_chat_fields(body: ChatRequest) -> Iterator[None]:
-    """What is found wrong with its request meanwhile is said of the chat's own field."""
+    """Makes errors of the chat's request name the chat's own field."""
     limit = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     names = {"prompt": "messages", "logprobs": "top_logprobs", "max_tokens": limit}
     try:
@@ -110,8 +110,8 @@ def _naming_chat_fields(body: ChatRequest) -> Iterator[None]:
 def chat_sampling(
     context: RouteContext, body: ChatRequest, tenant: str
 ) -> tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]:
-    """Prompt and fields of SamplingParams of a batch's line, and the note for `ended_message`; for
-    who may wait for the encoding and for grammars. Raises InvalidRequest."""
+    """Prompt and SamplingParams fields for a line of a batch, and the note for `ended_message`. May
+    block for encoding and for grammars. Raises InvalidRequest."""
     with request_options.naming_grammar_fields(body):
         use, held, places = _calls(context, body)
         request_options.check_told(places)
@@ -128,7 +128,7 @@ def _parsed(
     context: RouteContext, note: Mapping[str, Any], thought: ThoughtUse | None, *, held: bool
 ) -> dict[str, Any]:
     """The fields of SamplingParams that a parsed answer needs: the special tokens that its parser
-    has to see, and the thought before it. held: whether there is a grammar."""
+    has to see, and the thought before the answer. held: whether there is a grammar."""
     shown = {"shown_token_ids": tuple(context.special_markers.values())} if note else {}
     return shown if thought is None else {**shown, **thought.sampling(held=held)}
 
@@ -140,14 +140,14 @@ async def beside_if_tools(
     work: Callable[..., T],
     *given: Any,
 ) -> T:
-    """work(*given), off the event loop for a chat with tools or calls: to write those down, again
-    and again, may take a tenth of a second.
+    """work(*given), off the event loop for a chat with tools or calls: writing those out repeatedly
+    may take a tenth of a second.
 
     Args:
         context: what the routes need.
         body: the chat.
-        tenant: whose it is.
-        work: what to do.
+        tenant: its tenant.
+        work: the function.
         given: its arguments.
     """
     messages = body.messages or ()
@@ -159,7 +159,7 @@ async def beside_if_tools(
 def _calls(
     context: RouteContext, body: ChatRequest
 ) -> tuple[ToolUse | None, dict[str, Any], list[str]]:
-    """Its tools, the fields of SamplingParams for them, and `PreparedChat.unenforced`. Raises
+    """The chat's tools, the SamplingParams fields for them, and `PreparedChat.unenforced`. Raises
     InvalidRequest."""
     use, places = tool_use(body), request_options.unenforced(body)
     if use is None:
@@ -199,7 +199,7 @@ def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> d
 
 
 class _ChatAnswer(Answer):
-    """asked: what the chat asks for."""
+    """asked: the prepared chat."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -213,7 +213,7 @@ class _ChatAnswer(Answer):
         self._template, self._note = context.template, asked.note
         self._new_id = context.template.tool_format.new_id
         self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
-        if self._note:  # to find calls and thoughts takes up to a microsecond for each character
+        if self._note:  # parsing takes up to 1 us per character
             self.inline_bytes = _PARSED_INLINE
         self._deltas: list[MessageDeltas] = []
         record_of(http).unenforced = asked.unenforced

@@ -1,4 +1,4 @@
-"""What responses to completions and to chats have in common."""
+"""The common part of responses to completions and to chats."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from jaxserve.server.requests.milliseconds import timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
 
 GIVEN_UP = {"expected": "missed"}
-"""What a stream says of targets that are given up; at its end stands what came of them instead."""
+"""Sent in a stream when its targets are given up; the end of the stream says whether they were
+met."""
 INLINE_BYTES = 64 << 10
-"""Longer answers become JSON beside the event loop."""
+"""Longer answers are encoded off the event loop."""
 
 
 class LogprobLists:
     """Log-probabilities of one continuation for a response that is sent whole: lists by name, kept
-    as JSON. A request may ask for millions of values, which as objects would take a gigabyte, and
-    long to encode at once. fields: what else the object has."""
+    as JSON. A request may ask for millions of values, which would take a gigabyte as objects, and
+    long to encode at once. fields: the other fields of the object."""
 
     def __init__(self, **fields: Any) -> None:
         self._fields = fields
@@ -39,14 +40,14 @@ class LogprobLists:
         self.bytes = 0
 
     def add(self, found: Mapping[str, Any]) -> None:
-        """Appends to each of the lists."""
+        """Appends to the lists, by name."""
         for name in (each for each in found if each not in self._fields):
             piece = to_json(found[name], inf_nan_mode="null")[1:-1]
             self._lists.setdefault(name, []).extend([piece] if piece else [])
             self.bytes += len(piece)
 
     def json(self) -> bytes:
-        """The object."""
+        """The object as JSON."""
         lists = {name: b"[%s]" % b",".join(some) for name, some in self._lists.items()}
         return with_raw(to_json(self._fields), lists)
 
@@ -63,8 +64,8 @@ class Answer(ABC):
     Attributes:
         kind: the `object` field of a whole response.
         chunk_kind: the `object` field of a chunk of a stream.
-        prefix: of the response's id.
-        inline_bytes: a longer answer is made beside the event loop.
+        prefix: prefix of the response's id.
+        inline_bytes: longer answers are encoded off the event loop.
     """
 
     inline_bytes = INLINE_BYTES
@@ -94,18 +95,19 @@ class Answer(ABC):
 
     @abstractmethod
     def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
-        """All fields of a continuation but its number. ended: those that say how it ended."""
+        """All fields of a continuation except its number. ended: the fields that say how it
+        ended."""
 
     @abstractmethod
     def chunk_fields(
         self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
     ) -> dict[str, Any]:
-        """The same for a chunk of a stream.
+        """All fields of a continuation in a chunk of a stream.
 
         Args:
-            number: of the continuation.
+            number: the continuation's number.
             text: its next piece.
-            logprobs: of its tokens, as `news` makes them.
+            logprobs: log-probabilities as `news` makes them.
             ended: the fields that say how it ended; empty while it goes on.
         """
 
@@ -153,7 +155,7 @@ class Answer(ABC):
         return Response(body, media_type="application/json")
 
     async def _chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        """One for each piece of news."""
+        """One chunk for each delta."""
         head, options = self._head(self.chunk_kind), self._options
         for choice in self.beginnings():
             yield self._chunk(head, choice)
@@ -162,7 +164,7 @@ class Answer(ABC):
             piece = self.chunk_fields(number, text, logprobs, ended)
             if delta.expected_missed and "slo" not in piece:
                 piece["slo"] = GIVEN_UP
-            # Nothing: text is held back, as what may be a stop string or half a character.
+            # Empty: the text is held back, since it may be a stop string or half a character.
             told = ended or logprobs or piece.get("slo") or piece.get("text") or piece.get("delta")
             if told or (options is not None and options.continuous_usage_stats):
                 yield self._chunk(head, {"index": number, **piece})
@@ -204,7 +206,7 @@ class Answer(ABC):
         )
 
     def reasoning_tokens(self) -> int:
-        """Those of the outputs so far that were thought."""
+        """Number of output tokens so far that were thought."""
         return 0
 
 
@@ -219,12 +221,12 @@ def usage_fields(
     """The usage object.
 
     Args:
-        prompt_tokens: of all prompts.
-        output_tokens: of all outputs.
-        cached_tokens: of the prompts, found in the cache.
-        accepted: output tokens that had been drafted, whoever drafted them.
+        prompt_tokens: tokens of all prompts.
+        output_tokens: tokens of all outputs.
+        cached_tokens: prompt tokens that were cache hits.
+        accepted: output tokens that had been drafted, by any drafter.
         rejected: drafted tokens that were wrong.
-        reasoning: of the outputs, thought.
+        reasoning: output tokens that were thought.
     """
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
     details = {
@@ -241,13 +243,13 @@ def usage_fields(
 
 
 def with_raw(json: bytes, raw: Mapping[str, bytes]) -> bytes:
-    """The object with further fields, which are JSON already."""
+    """The object as JSON with further fields, which are JSON already."""
     more = [b'"%s":%s' % (name.encode(), value) for name, value in raw.items()]
     return b"{%s}" % b",".join([*filter(None, [json[1:-1]]), *more])
 
 
 def finish_fields(last: Output) -> dict[str, Any]:
-    """What the last piece of a continuation has besides: why it ended, its times, and whether its
+    """The extra fields of a continuation's last piece: why it ended, its times, and whether its
     targets were met."""
     assert last.finish_reason is not None
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
@@ -257,7 +259,7 @@ def finish_fields(last: Output) -> dict[str, Any]:
 
 
 def slo_fields(last: Output) -> dict[str, Any]:
-    """The part of it that says whether its targets were met; nothing without targets."""
+    """The fields that say whether its targets were met; none if it has no targets."""
     if (verdict := last.verdict) is None:
         return {}
     about = {"class": verdict.slo_class, "tier": verdict.tier.name.lower()}

@@ -20,7 +20,7 @@ from jaxserve.server.http.openai.schema import MAX_PROMPTS, CompletionRequest
 from jaxserve.server.requests.output_streams import Delta
 
 MAX_PROMPT_LOGPROBS = 1 << 18
-"""Values of one answer: some 10 MB of it."""
+"""Most log-probability values in one answer: some 10 MB."""
 
 
 async def completion_response(
@@ -40,12 +40,12 @@ async def completion_response(
 
 
 def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
-    """Each by itself, text or token ids. Raises InvalidRequest for none at all."""
+    """The prompts, each text or token ids. Raises InvalidRequest if there are none."""
     return prompts_in(body.prompt, "prompt", MAX_PROMPTS)
 
 
 def prompts_in(given: Any, field_name: str, most: int) -> list[str | list[int]]:
-    """The same of any field that has prompts, `most` of them at most."""
+    """As `prompts_of`, for any field that has prompts, at most `most` of them."""
     if isinstance(given, str):
         return [given]
     if given and isinstance(given[0], int):
@@ -113,7 +113,7 @@ class _CompletionAnswer(Answer):
     def news(self, number: int, delta: Delta) -> tuple[str, Any, dict[str, Any]]:
         text, entries = "".join(delta.text), delta.prompt_logprobs
         ended = {} if delta.last is None else finish_fields(delta.last)
-        if self._only_prompt:  # without the token that was drawn behind it, however that ended
+        if self._only_prompt:  # without the token sampled after it
             text = ""
             if ended:
                 ended["finish_reason"] = str(FinishReason.LENGTH)

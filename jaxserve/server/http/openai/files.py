@@ -1,4 +1,4 @@
-"""Files that clients upload for batches, on disk beside the journal."""
+"""Files that clients upload for batches, stored beside the journal."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from jaxserve.writable import PARTIAL, replace_file
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 256 << 20
-MAX_NAME = 255  # characters of a file's
+MAX_NAME = 255  # characters of a file's name
 FORM_BYTES = 1 << 20
-"""What a form may have besides its file."""
+"""Most bytes of a form besides its file."""
 LINES_A_PIECE = 1000
 MAX_LINE = 2 * MAX_LINE_BYTES
-"""Of a file, in bytes: what the journal has of it is shorter."""
+"""Most bytes of a line of a file; its line in the journal is shorter."""
 _CHUNK = 1 << 20
-_NOTE_BYTES = 512  # that a file takes beside its content, about
+_NOTE_BYTES = 512  # bytes that a file takes beside its content, about
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _META, _CONTENT = ".json", ".jsonl"
 
@@ -71,24 +71,23 @@ class StoredFile:
 
 
 class Room(NamedTuple):
-    """Bytes that an upload may have, and the name of the limit that sets them."""
+    """Room for an upload in bytes, and the name of the limit that sets it."""
 
     bytes: int
     limit: str
 
     def too_small(self) -> ApiError:
-        """The error for a file that has more."""
+        """The error for a larger file."""
         problem = f"takes more than {max(self.bytes, 0):,} bytes, which is what there is room for"
         return ApiError(413, f"file: {problem} {self.limit}", param="file", code="file_too_large")
 
 
 class _Shelf:
-    """What all views share: files by id, and what uploads that are on their way have reserved, by
-    whoever they are of."""
+    """State that all views share: files by id, and bytes reserved by running uploads, by owner."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.files: dict[str, StoredFile] | None = None  # not looked at yet
+        self.files: dict[str, StoredFile] | None = None  # the directory was not read yet
         self.reserved: list[StoredFile] = []
 
 
@@ -97,7 +96,7 @@ class FileStore:
     ApiError, also if the disk fails.
 
     Args:
-        directory: where they are. Nothing else may write there.
+        directory: where the files are. Nothing else may write there.
         max_bytes: size of all files together.
         keep_s: seconds after which a file is deleted.
     """
@@ -109,15 +108,15 @@ class FileStore:
         self._shelf = _Shelf()
 
     def for_owner(self, owner: str, quota: Quota | None = None) -> FileStore:
-        """A view of one API key's files; "" sees all. quota: what it may keep."""
+        """A view of one API key's files; "" sees all. quota: limits of what it may keep."""
         view = copy.copy(self)
         view._owner, view._quota = owner, quota
         return view
 
     @contextlib.contextmanager
     def reserve(self, length: int | None) -> Iterator[Room]:
-        """Reserves room for an upload until the context ends. length: of the upload's form; None if
-        unknown."""
+        """Reserves room for an upload until the context ends. length: length of the upload's form;
+        None if unknown."""
         with self._shelf.lock, _disk():
             room = self._left()
             if length is not None and length - FORM_BYTES > room.bytes:
@@ -179,7 +178,7 @@ class FileStore:
         return found[:limit], len(found) > limit
 
     def open_file(self, name: str) -> BinaryIO:
-        """Opens its content, which stays readable until it is closed, even if the file is
+        """Opens the file's content, which stays readable until it is closed, even if the file is
         deleted."""
         self.find_file(name)
         with _disk():
@@ -195,8 +194,8 @@ class FileStore:
             self._forget(name)
 
     def lines(self, name: str) -> Generator[list[str], None, None]:
-        """Yields its lines in lists, without blank ones. A line that is too long for a batch is cut
-        off."""
+        """Yields the file's lines in lists, without blank lines. A line that is too long for a
+        batch is cut off."""
         with self.open_file(name) as file, _disk():
             piece: list[str] = []
             size = 0
@@ -215,7 +214,7 @@ class FileStore:
                 yield piece
 
     def _left(self) -> Room:
-        """For one more file of this owner."""
+        """Room for one more file of this owner."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for each in list(self._all().values()):
             if time.time() - each.created > self._keep_s:
@@ -236,12 +235,12 @@ class FileStore:
         return min(*rooms, Room(own, f"in files_mib of {owner_words(self._owner)}"))
 
     def _forget(self, name: str) -> None:
-        for suffix in (_META, _CONTENT):  # in this order: what has no note is nobody's
+        for suffix in (_META, _CONTENT):  # in this order: a file without a note is ignored
             (self._directory / (name + suffix)).unlink(missing_ok=True)
         self._all().pop(name, None)
 
     def _all(self) -> dict[str, StoredFile]:
-        """Looks at the directory once: what an earlier server has left half-written goes."""
+        """Reads the directory once, and deletes files that an earlier server left half-written."""
         if self._shelf.files is None:
             files = {
                 each.id: each for each in map(_read, self._directory.glob("*" + _META)) if each
@@ -272,7 +271,7 @@ def _read(path: Path) -> StoredFile | None:
 
 @contextlib.contextmanager
 def _disk() -> Iterator[None]:
-    """Has the disk's errors told to the client."""
+    """Turns errors of the disk into ApiErrors."""
     try:
         yield
     except OSError as error:
@@ -280,7 +279,7 @@ def _disk() -> Iterator[None]:
 
 
 def disk_error(error: OSError) -> ApiError:
-    """What the client is told, without the server's paths."""
+    """The error for the client, without the server's paths."""
     log.warning("the disk of files: %s", error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ApiError(507, "file: the server's disk is full", param="file", code="disk_full")

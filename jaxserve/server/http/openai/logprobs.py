@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI's API has."""
+"""Log-probabilities in the two formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class CompletionLogprobs:
-    """Of one continuation of a completion: lists by token, with each token's place in the text, in
-    characters. A token that ends a character has the place of the character's begin, as those
-    before it.
+    """Log-probabilities of one continuation of a completion: lists by token, with each token's
+    offset in the text, in characters. All tokens of a multi-token character have the offset of that
+    character.
 
     Args:
-        engine: whose tokens they are.
+        engine: decodes the tokens.
         prompt: the tokens that are continued.
-        echo: whether the text begins with the prompt. Nothing says how likely its first token is.
+        echo: whether the text begins with the prompt. Its first token has no log-probability.
     """
 
     def __init__(self, engine: EngineClient, prompt: Sequence[int], echo: bool = False) -> None:
@@ -29,21 +29,21 @@ class CompletionLogprobs:
         self._offset = 0
 
     def as_dict(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
-        """The object for what comes next."""
+        """The object for the next tokens."""
         found: dict[str, list[Any]] = {name: [] for name in LISTS}
         if self._first is not None:
             self._add(found, self._first, None, None)
             self._first = None
         for entry in entries:
             chosen = entry.token_id, entry.logprob
-            # As OpenAI has it here, up to k + 1: the chosen token is always among them.
+            # Up to k + 1 entries, as in OpenAI's API: the sampled token is always among them.
             others = () if any(token == chosen[0] for token, _ in entry.top) else (chosen,)
             self._add(found, *chosen, self._by_text((*entry.top, *others)))
         return found
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Each alternative has a name of its own: of tokens with the same text, the less likely
-        ones have their ids."""
+        """Alternatives by text. If tokens have the same text, the less likely ones are named by
+        their ids."""
         found: dict[str, float] = {}
         for token, value in top:
             text = token_text(self._engine, token)
@@ -58,7 +58,7 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(engine: EngineClient, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-    """The object of a chat: one entry per token."""
+    """The object for a chat: one entry per token."""
     content = []
     for entry in entries:
         top = [_chat_entry(engine, token, value) for token, value in entry.top]
@@ -67,7 +67,8 @@ def chat_logprobs(engine: EngineClient, entries: Sequence[TokenLogprobs]) -> dic
 
 
 def token_text(engine: EngineClient, token_id: int) -> str:
-    """A token by itself; bytes that are no whole character are written as OpenAI writes them."""
+    """The text of a single token; bytes that are not a whole character are written as OpenAI writes
+    them."""
     piece = engine.token_bytes(token_id)
     try:
         return piece.decode()

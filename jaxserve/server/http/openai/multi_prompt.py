@@ -1,4 +1,4 @@
-"""Several prompts of one call, served beside each other."""
+"""Several prompts of one call, served concurrently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LARGE = 8 << 10  # bytes of a delta
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has hung up."""
 
 
 class Generating(CallStreams):
@@ -26,12 +26,13 @@ class Generating(CallStreams):
     i * n + j in the answer."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(number, news) until all have ended, as they come. Raises what they fail with."""
+        """Yields (number, delta) as they come, until all continuations have ended. Raises the error
+        of a stream that fails."""
         if len(self.streams) == 1:
             async for only in self._of(0):
                 yield only
             return
-        # One place: whoever reads slowly gets fewer and larger pieces.
+        # One place: a slow reader gets fewer and larger pieces.
         news: asyncio.Queue[tuple[int, Delta] | BaseException | None] = asyncio.Queue(1)
 
         async def read(place: int) -> None:
@@ -66,11 +67,11 @@ class Generating(CallStreams):
                 raise self._requests.cancelled_error()
             yield place * n + delta.index, delta
             if delta.size > _LARGE:
-                await asyncio.sleep(0)  # more may be there already, and each takes milliseconds
+                await asyncio.sleep(0)  # more may be waiting, and each takes milliseconds
 
 
 async def unless_gone(http: HttpRequest, work: Awaitable[T]) -> T:
-    """What the work returns; it is cancelled, and ClientGone raised, if the client hangs up."""
+    """Returns the work's result. If the client hangs up, cancels the work and raises ClientGone."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""How much a model thinks in a chat, and what that means for its request."""
+"""How much a model thinks in a chat, and the request fields that follow from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIELD = "thinking_token_budget"
 def template_kwargs(
     template: ChatTemplate, body: ChatRequest | TokenizeRequest
 ) -> Mapping[str, Any]:
-    """What else the template is given. What `chat_template_kwargs` says itself comes first."""
+    """Further variables for the template. Those in `chat_template_kwargs` take precedence."""
     effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
     return {**template.effort_kwargs(effort), **(body.chat_template_kwargs or {})}
 
@@ -30,20 +30,20 @@ class ThoughtUse:
     """The thought with which a chat's answer may begin.
 
     Attributes:
-        thinking: as the engine has it.
-        span: to count its tokens.
+        thinking: the engine's form of it.
+        span: where it is, to count its tokens.
     """
 
     thinking: Thinking
     span: ThoughtSpan
 
     def count(self) -> ThoughtCount:
-        """Counts those of a continuation."""
+        """Counts the thought's tokens in a continuation."""
         return ThoughtCount(self.span)
 
     def sampling(self, *, held: bool) -> dict[str, Any]:
-        """The fields of SamplingParams that it needs. held: whether there is a grammar, which is of
-        what comes behind it."""
+        """The SamplingParams fields that the thought needs. held: whether there is a grammar for
+        the text after the thought."""
         limited = self.thinking.budget is not None
         return {"thinking": self.thinking} if held or limited else {}
 
@@ -51,16 +51,17 @@ class ThoughtUse:
 def thought_use(
     context: RouteContext, body: ChatRequest, use: ToolUse | None, prompt: str
 ) -> ThoughtUse | None:
-    """The thought of the answer; None where it has none.
+    """The thought of the answer; None if it has none.
 
     Args:
         context: what the routes need.
         body: the call's body.
-        use: the tools that may be called; None where nothing may.
+        use: the tools that may be called; None for none.
         prompt: the prompt's text, as the template has rendered it.
 
     Raises:
-        InvalidRequest: the budget is out of range, or there is nothing that it could limit.
+        InvalidRequest: If the budget is out of range, or the model has no thoughts that it could
+            limit.
     """
     form, budget = context.template.reasoning_format, thinking_budget(context.template, body)
     if form is None:
@@ -77,8 +78,8 @@ def thought_use(
 
 
 def thinking_budget(template: ChatTemplate, body: ChatRequest) -> int | None:
-    """The most tokens that may be thought; None for any number. A model that cannot be told in its
-    prompt not to think may think none. Raises InvalidRequest."""
+    """The most tokens that may be thought; None for any number. It is 0 if the model should not
+    think but its prompt cannot say so. Raises InvalidRequest."""
     budget = body.thinking_token_budget
     if budget is None:
         silent = body.reasoning_effort == "none" and not template.effort_kwargs("none")

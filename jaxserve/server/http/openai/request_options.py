@@ -1,4 +1,4 @@
-"""From a body's fields to the engine's own."""
+"""From a body's fields to the engine's fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.server.http.openai.schema import (
 )
 from jaxserve.server.requests.slo_classes import own_targets
 
-# Fields that both have; the others of theirs mean something else, or are of another type.
+# Fields with the same meaning and type in both; the other fields differ.
 _PLAIN = Generation.model_fields.keys() & {field.name for field in fields(SamplingParams)}
 _PLAIN -= {"top_k", "stop", "stop_token_ids", "logit_bias"}
 _DEFAULTS = {"temperature": 1.0}
@@ -33,13 +33,13 @@ _GRAMMARS: dict[str, Callable[[Any], Grammar]] = {
 _SCHEMA = "response_format.json_schema.schema"
 _ID_DIGITS = 10
 SERVED_AS = {Tier.REALTIME: "default", Tier.BEST_EFFORT: "flex"}
-"""What a response calls the tier in `service_tier`."""
+"""The response's `service_tier` for each tier."""
 
 
 def sampling_fields(body: Generation, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams by its own names, but for max_tokens and logprobs. defaults: the
-    checkpoint's; what is null or missing is as there, else as OpenAI has it. Raises
-    InvalidRequest."""
+    """The SamplingParams fields, by its own names, except max_tokens and logprobs. defaults: the
+    checkpoint's values for fields that are null or missing; other missing fields have OpenAI's
+    defaults. Raises InvalidRequest."""
     given = {name: getattr(body, name) for name in _PLAIN}
     found = {name: value for name, value in given.items() if value is not None}
     found = {**_DEFAULTS, **defaults, **found}
@@ -57,14 +57,15 @@ def sampling_fields(body: Generation, defaults: Mapping[str, Any]) -> dict[str, 
 
 
 def completion_sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """All of them, of a completion; defaults as in `sampling_fields`. Raises InvalidRequest."""
+    """All SamplingParams fields of a completion. defaults: as in `sampling_fields`. Raises
+    InvalidRequest."""
     found = sampling_fields(body, defaults)
     if body.max_tokens is not None:
         found["max_tokens"] = body.max_tokens
     if scores_prompt_only(body):
         if body.min_tokens:
             raise InvalidRequest("min_tokens", f"must be at most 0, got {body.min_tokens}")
-        found["max_tokens"] = 1  # which the answer leaves out
+        found["max_tokens"] = 1  # the answer leaves this token out
     if body.logprobs is not None:
         found["logprobs"] = body.logprobs
         if body.echo:
@@ -75,7 +76,7 @@ def completion_sampling(body: CompletionRequest, defaults: Mapping[str, Any]) ->
 
 
 def scores_prompt_only(body: CompletionRequest) -> bool:
-    """Whether the answer is to be the prompt itself, and nothing new."""
+    """Whether the answer is the prompt alone, without new tokens."""
     return bool(body.echo) and body.max_tokens == 0
 
 
@@ -91,9 +92,9 @@ def requested_targets(body: Targeted) -> tuple[SLO, str]:
 
 
 def requested_tier(body: Targeted) -> Tier | None:
-    """What `tier` says, or `service_tier`, or `priority`: below 0 real-time, above 0 best-effort;
-    None where none of them says one. Raises InvalidRequest if they contradict."""
-    priority = body.priority or 0  # which vLLM's clients send without meaning it
+    """The tier that `tier`, `service_tier` or `priority` (below 0 real-time, above 0 best-effort)
+    asks for; None if none of them does. Raises InvalidRequest if they contradict each other."""
+    priority = body.priority or 0  # vLLM's clients send 0 by default
     given = {
         "tier": None if body.tier is None else Tier[body.tier.upper()],
         "service_tier": _SERVICE_TIERS.get(body.service_tier or ""),
@@ -108,7 +109,7 @@ def requested_tier(body: Targeted) -> Tier | None:
 
 
 def check_stream_options(body: Generation) -> None:
-    """Raises InvalidRequest for options of a stream where there is none."""
+    """Raises InvalidRequest for stream_options without a stream."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options", "is only for stream: true")
 
@@ -121,7 +122,8 @@ def _bias(key: str, bias: float) -> tuple[int, float]:
 
 
 def requested_grammar(body: Generation) -> Grammar | None:
-    """None for any text. Raises InvalidRequest, also for more than one."""
+    """The grammar of the text; None for any text. Raises InvalidRequest, also if there are
+    several."""
     found = list(_asked(body))
     if len(found) > 1:
         raise InvalidRequest(found[1][0], f"contradicts {found[0][0]}; one of them is enough")
@@ -133,7 +135,7 @@ def requested_grammar(body: Generation) -> Grammar | None:
 
 @contextmanager
 def naming_grammar_fields(body: Generation) -> Iterator[None]:
-    """What is found wrong with its grammar meanwhile is said of the field that it came in."""
+    """Makes errors of the grammar name the field that it came in."""
     try:
         yield
     except InvalidRequest as error:
@@ -145,8 +147,8 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
 
 
 def unenforced(body: Generation) -> list[str]:
-    """Places of what a schema says, and the text is not held to, as no grammar can: where the
-    schema is not strict. Raises InvalidRequest."""
+    """Places of the keywords in a schema that is not strict that no grammar can hold the text to.
+    Raises InvalidRequest."""
     form = body.response_format
     schema = None if form is None else form.json_schema
     if schema is None:
@@ -156,19 +158,19 @@ def unenforced(body: Generation) -> list[str]:
 
 
 def check_told(places: Sequence[str]) -> None:
-    """Raises InvalidRequest where a line of a batch has any of `unenforced`."""
+    """Raises InvalidRequest if a line of a batch has any `unenforced` keywords."""
     if places:
         problem = "cannot be enforced, of which a batch's answers do not tell"
         raise InvalidRequest(places[0], problem)
 
 
 def grammar_field(body: Generation) -> str | None:
-    """The field that has its grammar; None where there is none. Raises InvalidRequest."""
+    """The field that has the body's grammar; None if there is none. Raises InvalidRequest."""
     return next((name for name, _ in _asked(body)), None)
 
 
 def _asked(body: Generation) -> Iterator[tuple[str, Callable[[], Grammar]]]:
-    """Each that is given, by its field. Raises InvalidRequest."""
+    """The grammars that the body has, by field. Raises InvalidRequest."""
     form, structured = body.response_format, body.structured_outputs
     if form is not None:
         schema = form.json_schema

@@ -25,10 +25,10 @@ class RouteContext:
 
     Args:
         engine: the engine.
-        requests: the way to it, which other frontends share.
+        requests: the way to the engine, shared with other frontends.
         template: makes prompts of chats.
         lora_root: folder that adapters may be loaded from; "" loads none.
-        scoring: how pairs of texts are scored.
+        scoring: how pairs of texts are scored by default.
 
     Attributes:
         engine, requests, template, lora_root, scoring: as given.
@@ -52,8 +52,8 @@ class RouteContext:
         self.scoring = scoring
 
     def adapter_of(self, model: str | None, caller: Caller) -> str:
-        """The adapter of this name, "" for the base model or where none is named. Raises ApiError
-        if there is no such model for the caller."""
+        """The adapter with this name; "" for the base model, also if no model is named. Raises
+        ApiError if the caller has no such model."""
         try:
             return self.requests.adapter_named(model or "", caller)
         except UnknownAdapter:
@@ -62,8 +62,8 @@ class RouteContext:
 
     @functools.cached_property
     def special_markers(self) -> dict[str, int]:
-        """Ids of those texts around calls of tools and thoughts that are special tokens of the
-        model, which are no text by themselves."""
+        """Ids of the markers around tool calls and thoughts that are special tokens of the model.
+        By default, such tokens have no text."""
         thinks = self.template.reasoning_format
         markers = (*self.template.tool_format.markers, *(() if thinks is None else thinks.markers))
         return special_tokens(markers, self.engine.encode, self.engine.decode)
@@ -79,7 +79,7 @@ class RouteContext:
 
         Args:
             body: the call's body.
-            prompts: text or token ids each.
+            prompts: the prompts, each text or token ids.
             sampling: `SamplingParams` fields by name, for all of them.
             caller: the client.
 
@@ -98,7 +98,8 @@ class RouteContext:
     def shared_fields(
         self, body: Targeted, sampling: Mapping[str, Any], caller: Caller
     ) -> RequestFields:
-        """What all prompts of a call have in common. Arguments and errors as of `make_requests`."""
+        """The fields that all prompts of a call share. Arguments and errors as for
+        `make_requests`."""
         adapter = self.adapter_of(body.model, caller)
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)

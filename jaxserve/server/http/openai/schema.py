@@ -1,7 +1,6 @@
 """The bodies of requests: OpenAI's fields, vLLM's further sampling fields, and our own.
 
-A field that is not here is refused by its name; one that is here and cannot be served as asked is
-refused too.
+An unknown field is refused by its name, and so is a known field whose value cannot be served.
 """
 
 from __future__ import annotations
@@ -40,29 +39,29 @@ from jaxserve.server.tools.calls import NOTHING, Tool, compact
 from jaxserve.server.tools.schema_check import schema_problem
 
 MAX_TOOLS_TEXT = 1 << 18
-"""Characters of all tools together, as JSON."""
+"""Most characters of all tools together, as JSON."""
 MAX_PROMPTS = 128
-"""Prompts of one call."""
+"""Most prompts of one call."""
 MAX_MESSAGES = 10_000
-"""Turns of a chat."""
+"""Most turns of a chat."""
 MAX_TEXT_PARTS = 1000
-"""Pieces of a turn."""
+"""Most parts of a turn."""
 MAX_TEXT = 1 << 16
-"""Characters of a text that is no prompt. MAX_GRAMMAR is as many."""
+"""Most characters of texts other than prompts; as many as MAX_GRAMMAR."""
 MAX_TOOLS = 128
 MAX_TOOL_CALLS = 128
 MAX_DESCRIPTION = 16_384
-"""Characters of what a tool's description says."""
+"""Most characters of a tool's description."""
 MAX_METADATA = 16
 _LAST_TOKEN_ID = (1 << 31) - 1
 
-# Whether a number, NaN among them, or a token id is one that can be served, is found out where all
-# frontends' requests are checked.
+# Values of numbers (also NaN) and of token ids are checked later, where requests of all frontends
+# are checked.
 Number = Annotated[float, Field(strict=True)]
 
 
 def _whole(given: Any) -> Any:
-    """JSON has one kind of numbers: 16.0 is 16."""
+    """Takes 16.0 as 16: JSON has only one type of numbers."""
     return int(given) if isinstance(given, float) and given.is_integer() else given
 
 
@@ -73,7 +72,8 @@ Text = Annotated[StrictStr, Field(max_length=MAX_TEXT)]
 
 
 def _few(limit: int) -> BeforeValidator:
-    """For objects: of a list pydantic itself stops at the first entry that is wrong."""
+    """A validator that limits the entries of objects. For lists, pydantic's own limit stops early
+    enough."""
 
     def check(given: Any) -> Any:
         if isinstance(given, dict) and len(given) > limit:
@@ -84,8 +84,8 @@ def _few(limit: int) -> BeforeValidator:
 
 
 def checked_prompts(given: Any, most: int) -> str | list[str] | list[int] | list[list[int]]:
-    """As `Prompt` has it, `most` of them at most. A union of the four would try each prompt as all
-    of them."""
+    """One prompt or at most `most` prompts, as in `Prompt`. A union of the four types would try
+    each prompt as every type."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -106,10 +106,12 @@ _NAMES: dict[type, str] = {str: "string", list: "list of token ids"}
 
 
 def _token_ids(given: Any, *where: int) -> list[int]:
-    """Raises ValidationError, which names the first that is none. where: the way to them."""
+    """Raises ValidationError, which names the first entry that is not a token id. where: location
+    of the list."""
     if not isinstance(given, list):
         raise ValueError("must be a list of token ids")
-    # Booleans are integers to Python. Of half a million ids each of these takes some 10 ms.
+    # Python takes booleans for integers. Each of these checks takes some 10 ms for half a million
+    # ids.
     if not set(map(type, given)) <= {int} or (
         given and not -_LAST_TOKEN_ID <= min(given) <= max(given) <= _LAST_TOKEN_ID
     ):
@@ -122,8 +124,8 @@ def _token_ids(given: Any, *where: int) -> list[int]:
 
 
 def wrong_entry(*where_and_what: int | str) -> None:
-    """Raises ValidationError for something within a value. where_and_what: the way to it, and what
-    is said of it."""
+    """Raises ValidationError for an entry of a value. where_and_what: the entry's location, and the
+    message."""
     *where, what = where_and_what
     problem = {"error": ValueError(what)}
     line: Any = {"type": "value_error", "loc": tuple(where), "input": None, "ctx": problem}
@@ -141,8 +143,8 @@ TokenIds = Annotated[list[int], PlainValidator(_token_ids, json_schema_input_typ
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields, of which the first is named. A field that is null
-    counts as absent, whatever it is."""
+    """A JSON object without unknown fields; the error names the first unknown field. Any field that
+    is null counts as absent."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -183,17 +185,17 @@ class SloFields(Body):
 _Name = Annotated[Text, Field(max_length=64)]
 _Value = Annotated[Text, Field(max_length=512)]
 Metadata = Annotated[dict[_Name, _Value], _few(MAX_METADATA)]
-"""As much as OpenAI takes."""
+"""As many entries as OpenAI accepts."""
 
 
 class Unused(Body):
-    """Fields that clients send and that would change no answer here: names of callers, notes, and
-    options in the one value that is what this server does anyway."""
+    """Fields that clients send and that change no answer here: names of callers, notes, and options
+    that are accepted only with the value that describes what this server does anyway."""
 
     user: Text | None = None
     safety_identifier: Text | None = None
     metadata: Metadata | None = None
-    store: StrictBool | None = None  # nothing is kept to be asked for later
+    store: StrictBool | None = None  # completions and chats are never stored
     skip_special_tokens: Literal[True] | None = None
     spaces_between_special_tokens: Literal[True] | None = None
     include_stop_str_in_output: Literal[False] | None = None
@@ -204,7 +206,7 @@ _TOO_LONG = f"has more than {MAX_GRAMMAR} characters"
 
 
 def _short(schema: dict[str, Any]) -> dict[str, Any]:
-    """As the engine has it, which makes its text of it; of a long one only the beginning is made
+    """The schema's text, as the engine makes it. Of a long schema, only the beginning is made
     here."""
     size = 0
     for piece in json.JSONEncoder().iterencode(schema):
@@ -223,14 +225,14 @@ Choices = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 
 @functools.lru_cache(64)
 def _relaxed(text: str) -> tuple[str, tuple[str, ...]]:
-    """`relaxed`, of a schema's text, as text. It takes up to a tenth of a second."""
+    """Text of the `relaxed` schema, from the schema's text. Takes up to a tenth of a second."""
     schema, places = relaxed(json.loads(text))
     return json.dumps(schema), tuple(places)
 
 
 class NamedSchema(Body):
-    """A JSON Schema as OpenAI has it. strict: whether it is refused if no grammar can hold all of
-    it; else what can be held is."""
+    """A JSON Schema in OpenAI's form. strict: whether the schema is refused if a grammar cannot
+    hold all of it; otherwise the text is held to as much as possible."""
 
     name: Text
     description: Text | None = None
@@ -239,13 +241,13 @@ class NamedSchema(Body):
 
     @model_validator(mode="after")
     def _read(self) -> NamedSchema:
-        """Here, as long bodies are validated beside the event loop."""
+        """Reads the schema during validation, which is off the event loop for long bodies."""
         with contextlib.suppress(InvalidRequest):
             self.held()
         return self
 
     def held(self) -> tuple[Grammar, Sequence[str]]:
-        """The grammar of a text, and the places of what that does not hold it to, as none can.
+        """The grammar of the text, and the places of keywords that no grammar can hold it to.
         Raises InvalidRequest."""
         if self.strict:
             return Grammar.json_schema(self.json_schema), ()
@@ -257,14 +259,14 @@ class NamedSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What the text has to be."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
 
 
 class StructuredOutputs(Body):
-    """The same as vLLM has it; exactly one of them."""
+    """The same in vLLM's form; exactly one field is set."""
 
     json_schema: Annotated[JsonSchemaText | None, Field(alias="json")] = None
     regex: Text | None = None
@@ -276,15 +278,15 @@ StopStrings = Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS, fail_fast
 
 
 class Targeted(Unused):
-    """What all calls for the model have in common: which, whose cache, and by when."""
+    """The common fields of all calls for the model: model, cache and SLO targets."""
 
     model: Text | None = None
     service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
-    priority: Int64 | None = None  # as vLLM has it, the lower the earlier: of two tiers
+    priority: Int64 | None = None  # as in vLLM, lower is earlier; mapped to two tiers
     cache_salt: Text | None = None
     # For the router before several replicas; a single server does not read it.
     prompt_cache_key: Annotated[Text, Field(max_length=MAX_CACHE_KEY)] | None = None
-    # Our own.
+    # Fields of our own.
     request_id: Text | None = None
     slo: SloFields | Text | None = None  # targets, or the name of a class
     slo_class: Text | None = None
@@ -293,7 +295,7 @@ class Targeted(Unused):
 
 
 class OneAnswer(Targeted):
-    """What all calls that generate have in common."""
+    """The common fields of all calls that generate."""
 
     temperature: Number | None = None
     top_p: Number | None = None
@@ -303,7 +305,7 @@ class OneAnswer(Targeted):
     frequency_penalty: Number | None = 0.0
     logit_bias: Annotated[dict[Text, Number], _few(MAX_LOGIT_BIAS)] | None = None
     stream: StrictBool | None = False
-    # As vLLM has them; its -1 for top_k is 0 here.
+    # As in vLLM; its -1 for top_k is 0 here.
     top_k: Int32 | None = None
     min_p: Number | None = None
     repetition_penalty: Number | None = None
@@ -313,7 +315,7 @@ class OneAnswer(Targeted):
     stop_token_ids: (
         Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
-    # What the text has to be, as vLLM has it.
+    # The format of the text, as in vLLM.
     structured_outputs: StructuredOutputs | None = None
     guided_json: JsonSchemaText | None = None
     guided_regex: Text | None = None
@@ -321,7 +323,7 @@ class OneAnswer(Targeted):
 
 
 class Generation(OneAnswer):
-    """What completions and chats have in common."""
+    """The common fields of completions and chats."""
 
     n: Int32 | None = 1
     stream_options: StreamOptions | None = None
@@ -336,12 +338,12 @@ class CompletionRequest(Generation):
     logprobs: Int32 | None = None
     echo: StrictBool | None = False
     best_of: Int32 | None = None
-    suffix: Literal[""] | None = None  # nothing comes after what is generated
+    suffix: Literal[""] | None = None  # inserting into a text is not supported
 
 
 class TextPart(Body):
-    """A piece of a message, of whichever of OpenAI's types for text. What stands behind refusal is
-    what answers have, or what clients send for other servers' caches; no model reads it."""
+    """A part of a message, of any of OpenAI's types for text. The fields after refusal come from
+    answers, or are for the caches of other servers; no model reads them."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: StrictStr | None = None
@@ -368,7 +370,7 @@ class TextPart(Body):
 
     @property
     def said(self) -> str:
-        """Its text."""
+        """The part's text."""
         return self.text or self.refusal or ""
 
 
@@ -376,14 +378,14 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 def _as_text(arguments: Any) -> Any:
-    """Some clients send the object itself."""
+    """Arguments as text: some clients send the object itself."""
     return compact(arguments) if isinstance(arguments, dict) else arguments
 
 
 class FunctionCall(Body):
-    """What a model once wanted to be called. arguments: JSON, or what was to be it; only whoever
-    renders the chat reads it. parsed_arguments: the same, which OpenAI's client adds to answers; it
-    sends them back."""
+    """A model's earlier call of a function. arguments: JSON, possibly malformed; only the chat
+    template reads it. parsed_arguments: the same, parsed; OpenAI's client adds it to answers and
+    sends it back."""
 
     name: Text
     arguments: Annotated[StrictStr, BeforeValidator(_as_text)] = ""
@@ -391,9 +393,9 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """One of an assistant's turn. index: its place, which OpenAI's client leaves there if it was
-    streamed. extra_content, provider_specific_fields: what gateways have in answers; their clients
-    send them back."""
+    """A call in an assistant's turn. index: its index, which OpenAI's client keeps from streams.
+    extra_content, provider_specific_fields: fields of gateways' answers, which their clients send
+    back."""
 
     id: Text
     type: Literal["function"] = "function"
@@ -412,7 +414,7 @@ ToolName = Annotated[StrictStr, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 
 
 def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    """One of a tool. All tools together are short enough to be written down at once."""
+    """Checks a tool's schema. All tools together are short enough to be encoded at once."""
     if len(json.dumps(schema)) > MAX_GRAMMAR:
         raise ValueError(_TOO_LONG)
     found = schema_problem(schema)
@@ -423,8 +425,9 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 class FunctionTool(Body):
-    """A function that the model may ask for. parameters: JSON Schema of its arguments, which are
-    an object; without it takes none. strict: the arguments are always valid by it."""
+    """A function that the model may ask for. parameters: JSON Schema of its arguments, which are an
+    object; without it, the function takes no arguments. strict: whether the arguments always match
+    it."""
 
     name: ToolName
     description: Annotated[Text, Field(max_length=MAX_DESCRIPTION)] | None = None
@@ -433,33 +436,33 @@ class FunctionTool(Body):
 
 
 class ToolField(Body):
-    """One of `tools`."""
+    """An entry of `tools`."""
 
     type: Literal["function"]
     function: FunctionTool
 
     def plain(self) -> Tool:
-        """As the rest of the server has it."""
+        """The tool as the rest of the server knows it."""
         given = self.function
         parameters = NOTHING if given.parameters is None else given.parameters
         return Tool(given.name, given.description or "", parameters, bool(given.strict))
 
 
 class ChosenFunction(Body):
-    """Which one."""
+    """The name of a function."""
 
     name: Text
 
 
 class ChosenTool(Body):
-    """The one that is to be called."""
+    """The tool that has to be called."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
 def known_choice(given: Any) -> Any:
-    """As given. Raises ValueError for a `tool_choice` of another form."""
+    """Returns `tool_choice` as it is. Raises ValueError if it has another form."""
     if not isinstance(given, dict) and given not in ("none", "auto", "required"):
         raise ValueError("must be none, auto, required, or an object that names a function")
     return given
@@ -471,7 +474,7 @@ ToolChoice = Annotated[
 
 
 def different_names(names: Sequence[str], *where: str) -> None:
-    """Raises ValidationError for a tool with the name of another. where: the way to the name."""
+    """Raises ValidationError if two tools have the same name. where: location of the name."""
     seen: set[str] = set()
     for place, name in enumerate(names):
         if name in seen:
@@ -480,7 +483,8 @@ def different_names(names: Sequence[str], *where: str) -> None:
 
 
 def short_together(tools: Any) -> Any:
-    """As given. Raises ValueError for tools with too much text, before any of it is looked at."""
+    """Returns the tools as they are. Raises ValueError if they have too much text, before any of it
+    is parsed."""
     size = 0
     for tool in tools if isinstance(tools, list) else ():
         given = tool.get("function", tool) if isinstance(tool, dict) else None
@@ -520,17 +524,17 @@ def joined(content: str | list[TextPart] | None) -> str:
 
 
 class Prediction(Body):
-    """What the output is likely to be: drafts of it are checked where the policy speculates."""
+    """The likely output: it is used for drafts if the policy speculates."""
 
     type: Literal["content"]
     content: StrictStr | TextParts
 
 
 class Message(Body):
-    """One turn of a chat. Those of assistants may have calls of tools, those of tools answer one;
-    function_call, and the role function, are the same as OpenAI first had them. reasoning: an
-    assistant's reasoning_content, as vLLM has it. All behind tool_call_id is what answers have,
-    OpenAI's or a gateway's, and clients send back; no model reads it."""
+    """One turn of a chat. An assistant's turn may have tool calls, and a tool's turn answers one.
+    function_call and the role function are OpenAI's older form of the same. reasoning: vLLM's name
+    for an assistant's reasoning_content. The fields after tool_call_id come from answers of OpenAI
+    or a gateway, and clients send them back; no model reads them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: StrictStr | TextParts | None = None
@@ -575,7 +579,7 @@ class Message(Body):
 
 _TOOL = "tool"
 _NO_ID = "call00000"
-"""Of a call that has none, in a form that any template takes."""
+"""The id of a call that has none, in a form that every template accepts."""
 
 
 Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -597,8 +601,8 @@ class ChatRequest(Generation):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    thinking_token_budget: Int32 | None = None  # as vLLM has it
-    # They change nothing.
+    thinking_token_budget: Int32 | None = None  # as in vLLM
+    # These fields change nothing.
     verbosity: Literal["low", "medium", "high"] | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
@@ -608,7 +612,7 @@ class ChatRequest(Generation):
 
 
 def predicted_text(body: Targeted) -> str:
-    """What its output is likely to be; empty where it does not say."""
+    """The likely output, if the chat gives one; else empty."""
     prediction = body.prediction if isinstance(body, ChatRequest) else None
     return "" if prediction is None else joined(prediction.content)
 
@@ -633,7 +637,7 @@ class LoadAdapterRequest(Body):
 
 
 class UnloadAdapterRequest(Body):
-    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's number of it, which is ignored there,
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's number of the adapter, which vLLM ignores,
     too."""
 
     lora_name: Text
@@ -648,7 +652,7 @@ class DetokenizeRequest(Body):
 
 
 class ErrorLoad(BaseModel):
-    """What the engine has to do: continuations, and the share of blocks in use."""
+    """The engine's load: continuations, and the share of blocks in use."""
 
     running: int
     waiting: int
@@ -657,7 +661,7 @@ class ErrorLoad(BaseModel):
 
 class ErrorDetail(BaseModel):
     """param: the field that is wrong. retry_after_ms, load: when the same call may succeed, and how
-    busy the engine is, where it is the moment that is wrong."""
+    busy the engine is, if the client may try again."""
 
     message: str
     type: str

@@ -17,7 +17,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def sse_event(data: Any) -> bytes:
-    """One event with a JSON object. For each token there is one, and pydantic's encoder takes a
+    """One event with a JSON object. There is one for each token, and pydantic's encoder takes a
     quarter of the time of Python's."""
     return b"data: " + to_json(data) + b"\n\n"
 

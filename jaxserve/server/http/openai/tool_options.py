@@ -1,4 +1,4 @@
-"""Which tools a chat may call, and what that means for its request."""
+"""Which tools a chat may call, and the request fields that follow from it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _SEARCH_S = 2.0
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a chat that may call some.
+    """The tools that a chat may call.
 
     Attributes:
         tools: those that may be called.
-        places: of each in the body's `tools`.
-        forced: whether the answer is calls and nothing else.
-        parallel: whether it may have several.
-        otherwise: what the answer is if it is no calls, where it may be; None for any text.
+        places: index of each tool in the body's `tools`.
+        forced: whether the answer consists of calls only.
+        parallel: whether it may have several calls.
+        otherwise: grammar of an answer without calls, if it is allowed; None for any text.
     """
 
     tools: tuple[Tool, ...]
@@ -46,14 +46,14 @@ class ToolUse:
 
     @property
     def unenforced(self) -> list[str]:
-        """Places in the body of what schemas say, and calls that are forced are not held to."""
+        """Places in the body of the schemas' keywords that forced calls are not held to."""
         return [
             f"tools.{self.places[place]}.function.parameters.{where}"
             for place, where in unenforced(self.tools, forced=self.forced)
         ]
 
     def note(self) -> dict[str, Any]:
-        """As `call_parser` takes it, JSON."""
+        """The note for `call_parser`, as JSON."""
         return {
             "tools": {tool.name: tool.parameters for tool in self.tools},
             "most": None if self.parallel else 1,
@@ -63,14 +63,14 @@ class ToolUse:
 
 
 def call_parser(form: ToolFormat, note: Mapping[str, Any]) -> CallParser:
-    """Finds the calls in an answer. note: of the chat's `ToolUse`."""
+    """The parser that finds the calls in an answer. note: of the chat's `ToolUse`."""
     tools = [Tool(name, parameters=schema) for name, schema in note["tools"].items()]
-    forced = note.get("forced", False)  # which notes of older batches have not
+    forced = note.get("forced", False)  # notes of older batches lack it
     return form.parser(tools, note["most"], alone=note["alone"], forced=forced)
 
 
 def shown_tools(body: ChatRequest | TokenizeRequest) -> list[Tool] | None:
-    """Those that the chat template is shown; None for a chat without any."""
+    """The tools that the chat template gets; None for a chat without tools."""
     if not body.tools:
         return None
     if isinstance(body, ChatRequest) and body.tool_choice == "none":
@@ -79,7 +79,8 @@ def shown_tools(body: ChatRequest | TokenizeRequest) -> list[Tool] | None:
 
 
 def tool_use(body: ChatRequest) -> ToolUse | None:
-    """None where nothing may be called. Raises InvalidRequest for a choice that cannot be made."""
+    """The tools that may be called; None for none. Raises InvalidRequest for an impossible
+    `tool_choice`."""
     choice, shown = body.tool_choice, shown_tools(body)
     if shown is None:
         if choice not in (None, "none", "auto"):
@@ -103,8 +104,8 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
 
 
 def tool_sampling(context: RouteContext, use: ToolUse) -> dict[str, Any]:
-    """The fields of SamplingParams that make the text one with calls. Raises InvalidRequest, which
-    names the tool whose schema cannot be held."""
+    """The SamplingParams fields that hold the text to calls. Raises InvalidRequest, which names the
+    tool whose schema a grammar cannot hold."""
     if not use.held:
         return {}
     grammar = _grammar(context.template.tool_format, use, context.special_markers)
@@ -114,16 +115,16 @@ def tool_sampling(context: RouteContext, use: ToolUse) -> dict[str, Any]:
 
 
 async def check_calls(context: RouteContext, use: ToolUse, grammar: Grammar, tenant: str) -> None:
-    """Gets the grammar of a text with calls ready.
+    """Prepares the grammar of a text with calls.
 
     Args:
         context: what the routes need.
         use: the tools.
         grammar: as in `tool_sampling`.
-        tenant: whose chat it is.
+        tenant: the chat's tenant.
 
     Raises:
-        InvalidRequest: it cannot be made; it names the tool for which.
+        InvalidRequest: If the grammar cannot be made; names the tool that is at fault.
     """
     try:
         await context.requests.check_grammar(grammar, tenant=tenant)
@@ -154,7 +155,7 @@ def _grammar(form: ToolFormat, use: ToolUse, special: Mapping[str, int]) -> Gram
 
 
 async def _blame(context: RouteContext, use: ToolUse, tenant: str) -> None:
-    """Raises InvalidRequest for the first tool whose schema is no grammar by itself."""
+    """Raises InvalidRequest for the first tool whose schema alone cannot become a grammar."""
     until = time.monotonic() + _SEARCH_S
     for place, tool in zip(use.places, use.tools, strict=True):
         if time.monotonic() > until:

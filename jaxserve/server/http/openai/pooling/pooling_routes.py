@@ -34,24 +34,24 @@ from jaxserve.server.requests.pooling.pooled_outputs import pooled, scores, vect
 from jaxserve.server.requests.pooling.scoring import Pair, pairs_of
 
 _INLINE_VALUES = 2048
-_PIECE_BYTES = 256 << 10  # of an answer that is sent as it is made
+_PIECE_BYTES = 256 << 10  # of an answer, sent as it is encoded
 
 
 def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
-    """Adds them."""
+    """Adds the routes of vectors and scores."""
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
-        """A vector of each text."""
+        """A vector for each text."""
         return await _vectors(context, body, http, "embedding", "embedding")
 
     @app.post("/pooling")
     async def pooling(body: EmbeddingRequest, http: HttpRequest) -> Response:
-        """The same in vLLM's shape."""
+        """Vectors in the format of vLLM."""
         return await _vectors(context, body, http, "pooling", "data")
 
     async def score(body: ScoreRequest, http: HttpRequest) -> Response:
-        """How well pairs of texts go together."""
+        """Scores of pairs of texts."""
         answer = _Pooled(context, body, http)
         try:
             found = await answer.scores(_pairs(body))
@@ -67,7 +67,7 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
         return _json({**answer.head("score"), "object": "list", "data": data, **answer.usage()})
 
     async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
-        """The documents, those first that suit the query best."""
+        """The documents, best matches for the query first."""
         answer = _Pooled(context, body, http)
         found = await answer.scores([(body.query, text) for text in body.documents])
         best = sorted(range(len(found)), key=lambda place: -found[place][0])
@@ -91,7 +91,7 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
 
 
 class _Pooled:
-    """The requests of one call, and what all answers have."""
+    """The requests of one call, and the common part of all answers."""
 
     def __init__(self, context: RouteContext, body: Targeted, http: HttpRequest) -> None:
         self._context, self._body, self._http = context, body, http
@@ -102,13 +102,14 @@ class _Pooled:
     async def vectors(
         self, inputs: Sequence[str | list[int]], pooling: PoolingParams
     ) -> list[Output]:
-        """Of each input, the last output."""
+        """The last output of each input."""
         shared = dataclasses.replace(self._shared, pooling=pooling)
         made = vectors(self._context.requests, shared, inputs, "input", self._record)
         return await unless_gone(self._http, made)
 
     async def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, dict[str, Any]]]:
-        """Of each pair, and how its targets were met, where one prompt is for it alone."""
+        """The score of each pair, and the verdict on its targets if the pair has a prompt of its
+        own."""
         context, body = self._context, self._body
         assert isinstance(body, PairScoring)
         said = (context.scoring, body.tokens, body.template)
@@ -117,13 +118,13 @@ class _Pooled:
         return [(score, {} if last is None else slo_fields(last)) for score, last in found]
 
     def head(self, prefix: str) -> dict[str, Any]:
-        """What an answer begins with."""
+        """The first fields of an answer."""
         named = {"id": f"{prefix}-{self._record.request_id}", "created": int(time.time())}
         adapter = self._record.requests[0].adapter
         return {**named, "model": adapter or self._context.model}
 
     def usage(self) -> dict[str, Any]:
-        """What it ends with."""
+        """The last field of an answer."""
         tokens, cached = self._record.prompt_tokens, self._record.cached_tokens
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return {"usage": {**usage, "prompt_tokens_details": {"cached_tokens": cached}}}
@@ -141,7 +142,7 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
 async def _vectors(
     context: RouteContext, body: EmbeddingRequest, http: HttpRequest, kind: str, name: str
 ) -> Response:
-    """kind: `object` of an entry. name: of its field with the vector."""
+    """kind: `object` of an entry. name: name of its field with the vector."""
     info, answer = context.requests.info(), _Pooled(context, body, http)
     tenant = record_of(http).caller.name
     pooling = info.pooling.with_own(body.pooling, body.normalize, body.dimensions)
@@ -174,7 +175,7 @@ def _pieces(
 
 
 def _next(pieces: Iterator[bytes]) -> bytes:
-    """As many as are sent at once; nothing at the end."""
+    """The next pieces that are sent at once; empty at the end."""
     taken, size = [], 0
     for piece in pieces:
         taken.append(piece)

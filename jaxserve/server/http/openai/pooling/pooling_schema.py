@@ -28,7 +28,7 @@ PoolingName = Literal["last", "mean", "cls"]
 
 
 def _texts(given: Any) -> list[str]:
-    """Strings, or objects with nothing but a `text`."""
+    """Texts given as strings, or as objects with only a `text`."""
     if not isinstance(given, list):
         raise ValueError("must be a list of texts")
     if not 1 <= len(given) <= MAX_INPUTS:
@@ -57,8 +57,7 @@ Tokens = Annotated[list[TokenId | Text], Field(max_length=MAX_SCORED_TOKENS, fai
 
 
 class EmbeddingRequest(Targeted):
-    """POST /v1/embeddings and /pooling. pooling, normalize: in place of what the checkpoint
-    says."""
+    """POST /v1/embeddings and /pooling. pooling, normalize: override the checkpoint's."""
 
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = None
@@ -68,15 +67,15 @@ class EmbeddingRequest(Targeted):
 
 
 class PairScoring(Targeted):
-    """What calls for scores have in common. tokens, template: in place of the server's."""
+    """The common fields of calls for scores. tokens, template: override the server's."""
 
     tokens: Tokens | None = None
     template: Text | None = None
 
 
 class ScoreRequest(PairScoring):
-    """POST /score: a text with one or several others, or as many of both. vLLM has both pairs of
-    names."""
+    """POST /score: one text with one or several others, or equally many of both. vLLM has both
+    pairs of names."""
 
     text_1: OneOrMoreTexts | None = None
     text_2: OneOrMoreTexts | None = None
@@ -85,7 +84,7 @@ class ScoreRequest(PairScoring):
 
 
 class RerankRequest(PairScoring):
-    """POST /rerank. top_n: how many of the best; 0 or none at all for all of them."""
+    """POST /rerank. top_n: number of documents to return, the best first; 0 or null returns all."""
 
     query: StrictStr
     documents: Texts

@@ -39,10 +39,10 @@ class ResponseAnswer:
 
     Args:
         context: what the routes need.
-        prepared: the call's request, and what finds items in its text.
-        conversation: what it goes on with.
-        fields: of the response, those that say how it was asked for.
-        store: keeps it once it is whole; None where it is not to be kept.
+        prepared: the call's request, and how to parse its text.
+        conversation: the conversation that it continues.
+        fields: the response's fields that repeat the call's options.
+        store: keeps the finished response; None to not keep it.
         http: the call.
     """
 
@@ -63,7 +63,7 @@ class ResponseAnswer:
         asked = prepared.wanted[0].sampling.logprobs is not None
         self._logprobs = JsonList() if asked else None
         self._untold: list[Any] = []  # log-probabilities of tokens without text so far
-        self._left_out = 0  # those of what is thought
+        self._left_out = 0  # log-probabilities of thoughts
         self._items = OutputItems(context.template.tool_format.new_id, self._logprobs)
         self._characters = self._output_tokens = 0
         self._last: Output | None = None
@@ -87,8 +87,8 @@ class ResponseAnswer:
         return Response(await self._finished(), media_type="application/json")
 
     async def _stream(self) -> AsyncGenerator[bytes, None]:
-        """An event for each piece of news. An error becomes one, too, since the status has been
-        sent, and what there is of the response ends as failed."""
+        """The events of each delta. An error becomes an event, too, since the status has been sent,
+        and the response so far ends as failed."""
         events = _Numbered()
         begun = self._response("in_progress")
         yield events.with_response("created", begun)
@@ -115,7 +115,7 @@ class ResponseAnswer:
         yield events.with_response(self._status, finished)
 
     def _news(self, delta: Delta) -> Iterator[Event]:
-        """What a delta adds."""
+        """The events of a delta."""
         self._output_tokens += len(delta.token_ids)
         if self._thought is not None:
             self._thought.feed(delta.token_ids)
@@ -132,11 +132,11 @@ class ResponseAnswer:
             yield from self._items.finish(self._status)
 
     def _new_logprobs(self, delta: Delta, pieces: Sequence[Piece]) -> list[Any]:
-        """Those of the text in the pieces. Thoughts have none, nor has what stands around them."""
+        """Log-probabilities of the text in the pieces. Thoughts and their markers have none."""
         if self._logprobs is None:
             return []
         self._untold += chat_logprobs(self._engine, delta.logprobs)["content"]
-        if self._thought is not None:  # with which the text begins
+        if self._thought is not None:  # the text begins with the thought
             thought = min(self._thought.tokens - self._left_out, len(self._untold))
             del self._untold[:thought]
             self._left_out += thought
@@ -147,7 +147,7 @@ class ResponseAnswer:
 
     @property
     def _status(self) -> Status:
-        """How it has ended."""
+        """The status at the end."""
         assert self._last is not None
         cut = self._last.finish_reason is FinishReason.LENGTH
         return "incomplete" if cut else "completed"
@@ -157,7 +157,8 @@ class ResponseAnswer:
         return self._characters + (0 if self._logprobs is None else self._logprobs.size)
 
     async def _encoded(self, event: Event) -> tuple[str, bytes]:
-        """Its type, and JSON; of all of a long text it is made beside the event loop."""
+        """The event's type and JSON. An event with all of a long text is encoded off the event
+        loop."""
         kind = event["type"]
         if kind.endswith("done") and self._size > INLINE_BYTES:
             return kind, await self._requests.run_beside(self._tenant, self._json, event)
@@ -168,7 +169,7 @@ class ResponseAnswer:
         return json if self._logprobs is None else self._logprobs.put_into(json)
 
     async def _finished(self) -> bytes:
-        """The whole response, which is kept from now on, if it is to be."""
+        """The whole response. It is also stored, if the call asks for it."""
         last, status = self._last, self._status
         assert last is not None
         ended = finish_fields(last)
@@ -194,7 +195,7 @@ class ResponseAnswer:
         return self._response(status, self._items.items, **fields)
 
     def _keep(self, store: ResponseStore, whole: bytes, read: bytes) -> bool:
-        """Keeps it. False if there is no room."""
+        """Stores the response. False if there is no room."""
         had = self._conversation
         count = had.count + len(self._items.items)
         turn = StoredResponse(self._id, whole, had.input_items, read, count, had.previous)
@@ -231,17 +232,17 @@ class _Numbered:
         self._next = 0
 
     def told(self, kind: str, json: bytes) -> bytes:
-        """The event with this JSON object. kind: its type."""
+        """An event with this JSON object. kind: its type."""
         number = {"sequence_number": str(self._next).encode()}
         self._next += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), with_raw(json, number))
 
     def with_response(self, kind: str, response: bytes) -> bytes:
-        """The event with this response. kind: its type, without what all have in common."""
+        """An event with this response. kind: its type, without the common prefix."""
         kind = f"response.{kind}"
         return self.told(kind, with_raw(to_json({"type": kind}), {"response": response}))
 
 
 def _error_code(error: ApiError) -> str:
-    """One of those that OpenAI has for a response that failed."""
+    """The OpenAI error code for a response that failed."""
     return "rate_limit_exceeded" if error.status == 429 else "server_error"

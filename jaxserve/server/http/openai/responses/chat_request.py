@@ -1,4 +1,4 @@
-"""A call as the chat that it is: all that is served goes the way of chats."""
+"""Turns a call into a chat: responses are served as chats."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SHARED = {
     *OneAnswer.model_fields,
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
 }
-# Fields of chats by the names that they have here, the longest first.
+# Fields of chats, by the names of the same fields in responses, the longest first.
 _NAMES = (
     (r"max_completion_tokens|max_tokens", "max_output_tokens"),
     (r"response_format\.json_schema\.schema", "text.format.schema"),
@@ -44,7 +44,7 @@ _NAMES = (
 
 
 def as_chat(body: ResponseRequest, messages: Sequence[Message], *, strict: bool) -> ChatRequest:
-    """The chat.
+    """The chat that serves a call.
 
     Args:
         body: the call's body.
@@ -52,7 +52,7 @@ def as_chat(body: ResponseRequest, messages: Sequence[Message], *, strict: bool)
         strict: whether tools that do not say so are strict.
 
     Raises:
-        InvalidRequest: a field cannot be what it is asked to be.
+        InvalidRequest: If a field has a value that is not supported.
     """
     fields: dict[str, Any] = {
         name: getattr(body, name) for name in body.model_fields_set if name in _SHARED
@@ -74,7 +74,7 @@ def as_chat(body: ResponseRequest, messages: Sequence[Message], *, strict: bool)
 
 @contextmanager
 def naming_response_fields() -> Iterator[None]:
-    """What is found wrong with a chat meanwhile is said of the field of the response."""
+    """Makes errors of the chat name the field of the response."""
     try:
         yield
     except InvalidRequest as error:
@@ -87,7 +87,8 @@ def naming_response_fields() -> Iterator[None]:
 
 
 def is_strict(tool: ResponseTool, default: bool) -> bool:
-    """Whether its arguments are held to its schema. default: where it does not say."""
+    """Whether the tool's arguments are held to its schema. default: used if the tool does not
+    say."""
     return default if tool.strict is None else tool.strict
 
 
@@ -126,7 +127,7 @@ def _format(given: TextFormat | None) -> ResponseFormat | None:
 
 
 def _logprobs(body: ResponseRequest) -> bool:
-    """Whether they are asked for."""
+    """Whether the call asks for log-probabilities."""
     asked = LOGPROBS in (body.include or ())
     if asked and body.tools and body.tool_choice != "none":
         raise InvalidRequest("include", f"{LOGPROBS} is not served beside tools")

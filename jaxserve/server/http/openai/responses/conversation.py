@@ -1,4 +1,4 @@
-"""What a call goes on with: its input, behind the turns before."""
+"""The conversation of a call: the previous turns, then its input."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from jaxserve.server.http.openai.responses.store import ResponseStore, StoredRes
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.schema import Message
 
-_INLINE_BYTES, _INLINE_ITEMS = 16 << 10, 100  # more is read beside the event loop
-_JSON = 4  # bytes of JSON for one of text, at most, but for _ROOM
+_INLINE_BYTES, _INLINE_ITEMS = 16 << 10, 100  # larger inputs are read off the event loop
+_JSON = 4  # most JSON bytes for a byte of text, beside _ROOM
 _ROOM = 1 << 20
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a call goes on with.
+    """The conversation that a call continues.
 
     Attributes:
-        messages: all of it, as a chat.
-        previous: the turn before; None at the beginning.
-        input_items: the items of its input, a list as JSON.
-        count: how many these are.
+        messages: the whole conversation, as a chat.
+        previous: the previous turn; None at the beginning.
+        input_items: the items of the call's input, a list as JSON.
+        count: number of these items.
     """
 
     messages: Sequence[Message]
@@ -50,13 +50,13 @@ async def read_conversation(
 
     Args:
         context: what the routes need.
-        store: has the turns before.
+        store: has the previous turns.
         body: the call's body.
-        tenant: whose turns these are.
+        tenant: the tenant that the turns belong to.
 
     Raises:
-        ApiError: the turn before is not there.
-        InvalidRequest: it is too long, or the input does not follow from it.
+        ApiError: If the previous turn is not stored.
+        InvalidRequest: If the conversation is too long, or the input does not fit to it.
     """
     previous, read = None, 0
     count = 1 if isinstance(body.input, str) else len(body.input)
@@ -72,14 +72,14 @@ async def read_conversation(
 
 
 def unknown_response(response_id: str, param: str) -> ApiError:
-    """The error for a response that is not there, or not the caller's."""
+    """The error for a response that is not stored, or belongs to another caller."""
     code = "not_found" if param == "response_id" else "previous_response_not_found"
     problem = f"there is no response {response_id!r:.80}: never stored, deleted, or forgotten since"
     return ApiError(404, f"{param}: {problem}", param=param, code=code)
 
 
 def _check_length(context: RouteContext, previous: StoredResponse, count: int) -> None:
-    """Raises InvalidRequest for more than any prompt has."""
+    """Raises InvalidRequest if the conversation is longer than any prompt."""
     if previous.count + count > MAX_ITEMS:
         problem = f"has {count} items, behind {previous.count} of the turns before"
         raise InvalidRequest("input", f"{problem}; {MAX_ITEMS:,} are allowed")

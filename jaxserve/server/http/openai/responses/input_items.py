@@ -1,4 +1,4 @@
-"""Items of a conversation, as they are kept, and the chat that they are."""
+"""Items of a conversation as they are stored, and the chat that they make."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-"""Of ids, by the type of the item."""
+"""Prefixes of ids, by the type of the item."""
 
 
 def new_id(prefix: str) -> str:
-    """One that nobody guesses."""
+    """A new id that cannot be guessed."""
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
@@ -40,8 +40,8 @@ def kept_items(given: str | Sequence[Item]) -> list[KeptItem]:
 
 
 def messages_of(items: Iterable[KeptItem]) -> list[Message]:
-    """The chat that items are. What an assistant thinks, says and calls, one after the other, is
-    one turn."""
+    """The chat that the items make. Consecutive thoughts, texts and calls of an assistant are one
+    turn."""
     found: list[Message] = []
     turn = _AssistantTurn()
     for item in items:
@@ -63,7 +63,7 @@ def messages_of(items: Iterable[KeptItem]) -> list[Message]:
 
 
 class _AssistantTurn:
-    """What comes together in one message."""
+    """Collects the items of one message."""
 
     def __init__(self) -> None:
         self._thought: list[str] = []
@@ -78,7 +78,7 @@ class _AssistantTurn:
         return bool(self._calls if kind == "reasoning" else self._said and not self._calls)
 
     def add(self, item: KeptItem) -> None:
-        """Takes in an assistant's item."""
+        """Adds an assistant's item."""
         self.begun = True
         if item["type"] == "reasoning":
             self._thought += [part["text"] for part in item["content"]]
@@ -90,17 +90,17 @@ class _AssistantTurn:
             self._calls.append(call)
 
     def message(self) -> Message:
-        """All of it."""
+        """The turn as one message."""
         thought, said = "\n".join(self._thought), "".join(self._said)
         return _message("assistant", said, reasoning_content=thought, tool_calls=self._calls)
 
 
 def check_calls(items: Iterable[KeptItem], first: int) -> None:
-    """Raises InvalidRequest for the result of a call that is not there.
+    """Raises InvalidRequest for the output of a call that is not in the conversation.
 
     Args:
         items: the conversation.
-        first: place of the first item of the input among them.
+        first: index of the input's first item.
     """
     called: set[str] = set()
     for place, item in enumerate(items, -first):

@@ -1,4 +1,4 @@
-"""The items of an answer, made of the pieces of its text, and the events that tell of them."""
+"""Makes the items of an answer from the pieces of its text, and the events about them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 def read_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as later turns read them: without log-probabilities."""
+    """Items in the form that later turns read: without log-probabilities."""
     found = []
     for item in items:
         if item["type"] == "message":
@@ -28,12 +28,12 @@ def read_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 class JsonList:
-    """A list that is kept as JSON: of log-probabilities there may be millions. In what is to be
-    JSON a mark stands for it.
+    """A list that is kept as JSON, since there may be millions of log-probabilities. A mark stands
+    for it in objects until they are encoded.
 
     Attributes:
-        mark: stands for it.
-        size: its bytes.
+        mark: the mark.
+        size: the JSON's bytes.
     """
 
     def __init__(self) -> None:
@@ -42,22 +42,22 @@ class JsonList:
         self._pieces: list[bytes] = []
 
     def extend(self, entries: Sequence[Any]) -> None:
-        """Appends them."""
+        """Appends entries."""
         if entries:
             self._pieces.append(to_json(entries, inf_nan_mode="null")[1:-1])
             self.size += len(self._pieces[-1])
 
     def put_into(self, json: bytes) -> bytes:
-        """The JSON with the list in the places of its mark."""
+        """The JSON with the list in place of its marks."""
         mark = b'"%s"' % self.mark.encode()
-        if mark not in json:  # as in all that is told of one token
+        if mark not in json:  # as in most events
             return json
         return json.replace(mark, b"[%s]" % b",".join(self._pieces))
 
 
 class _OpenItem(ABC):
-    """The item that grows. index: its place in the output. logprobs: of the answer's text, if they
-    are asked for."""
+    """The item that is growing. index: its index in the output. logprobs: the text's
+    log-probabilities, if asked for."""
 
     kind: str
 
@@ -67,24 +67,24 @@ class _OpenItem(ABC):
         self._pieces: list[str] = []
 
     def item(self, status: Status) -> dict[str, Any]:
-        """All of it so far."""
+        """The item so far."""
         return {"id": self._id, "type": self.kind, "status": status, **self._fields(status)}
 
     def begin(self) -> Iterator[Event]:
-        """What is told where it begins."""
+        """The events at its beginning."""
         yield self._event("output_item.added", item=self.item("in_progress"))
 
     @abstractmethod
     def more(self, text: str, logprobs: Sequence[Any]) -> Event:
-        """What is told of more of it. logprobs: of its tokens."""
+        """The events for more of its text. logprobs: log-probabilities of the text."""
 
     def end(self, status: Status) -> Iterator[Event]:
-        """What is told where it ends."""
+        """The events at its end."""
         yield self._event("output_item.done", item=self.item(status))
 
     @abstractmethod
     def _fields(self, status: Status) -> dict[str, Any]:
-        """Those that only its type has."""
+        """The fields that only its type has."""
 
     def _event(self, name: str, /, **fields: Any) -> Event:
         return {"type": f"response.{name}", "output_index": self._index, **fields}
@@ -94,7 +94,7 @@ class _OpenItem(ABC):
 
 
 class _TextItem(_OpenItem):
-    """One with a part of text."""
+    """An item with a part of text."""
 
     part: str
 
@@ -171,11 +171,11 @@ class OutputItems:
 
     Args:
         new_call_id: makes the id of a call.
-        logprobs: gets those of the text, and stands in it by its mark; None where they are not
-            asked for. Then there is one message at most.
+        logprobs: collects the text's log-probabilities; its mark stands for them in the message.
+            None if they are not asked for. With log-probabilities there is at most one message.
 
     Attributes:
-        items: those that are whole.
+        items: the finished items.
     """
 
     def __init__(self, new_call_id: Callable[[], str], logprobs: JsonList | None = None) -> None:
@@ -184,7 +184,7 @@ class OutputItems:
         self.items: list[dict[str, Any]] = []
 
     def add(self, pieces: Iterable[Piece], logprobs: Sequence[Any] = ()) -> Iterator[Event]:
-        """What is told of the next pieces. logprobs: of the text in them."""
+        """The events for the next pieces. logprobs: log-probabilities of their text."""
         for piece in pieces:
             if isinstance(piece, CallBegin):
                 yield from self._begin(_CallItem(self._place, piece.name, self._new_call_id()))
@@ -201,8 +201,8 @@ class OutputItems:
             logprobs = ()
 
     def finish(self, status: Status) -> Iterator[Event]:
-        """What is told at the end; a status that is not completed is that of the last item. An
-        answer without any item is an empty message."""
+        """The events at the end. A status other than completed is given to the last item. An answer
+        without items becomes an empty message."""
         if self._open is None:
             yield from self._begin(_MessageItem(self._place, self._logprobs))
         yield from self._close(status)

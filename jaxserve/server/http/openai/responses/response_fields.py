@@ -1,4 +1,4 @@
-"""What a response says of how it was asked for."""
+"""The fields of a response that repeat the call's options."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def asked_fields(
     Args:
         response_id: its id.
         body: the call's body.
-        request: what the engine gets.
-        model: the name of what serves it.
+        request: the engine's request.
+        model: name of the model or adapter.
         strict: whether tools that do not say so are strict.
     """
     text, reasoning, choice = body.text, body.reasoning, body.tool_choice

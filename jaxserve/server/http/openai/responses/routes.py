@@ -41,27 +41,27 @@ def add_response_routes(app: FastAPI, context: RouteContext, store: ResponseStor
 
     @app.post("/v1/responses")
     async def create(body: ResponseRequest, http: Request) -> Response:
-        """Goes on with a conversation."""
+        """Continues a conversation."""
         return await _created(context, store, body, http)
 
     @app.get("/v1/responses/{response_id}")
     async def get(response_id: str, http: Request) -> Response:
-        """One that is kept."""
+        """A stored response."""
         _check_query(http)
         return _json(found(response_id, http).response)
 
     @app.delete("/v1/responses/{response_id}")
     async def delete(response_id: str, http: Request) -> dict[str, Any]:
-        """Forgets it. Conversations that have gone on from it keep it."""
+        """Deletes a response. Conversations that have continued it keep it."""
         if not store.delete(record_of(http).caller.name, response_id):
             raise unknown_response(response_id, "response_id")
         return {"id": response_id, "object": "response", "deleted": True}
 
     @app.post("/v1/responses/{response_id}/cancel")
     async def cancel(response_id: str, http: Request) -> Response:
-        """Only what runs in the background could be cancelled."""
+        """Refuses: only responses that run in the background could be cancelled."""
         found(response_id, http)
-        problem = "it has ended: none runs in the background here. To cancel a call, hang up"
+        problem = "it has ended: no response runs in the background here. To cancel a call, hang up"
         raise ApiError(400, f"response_id: {problem}", param="response_id", code="not_cancellable")
 
     @app.get("/v1/responses/{response_id}/input_items")
@@ -72,14 +72,14 @@ def add_response_routes(app: FastAPI, context: RouteContext, store: ResponseStor
         order: Literal["asc", "desc"] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:
-        """The items of its input, without those of the turns before.
+        """The items of a response's input, without those of previous turns.
 
         Args:
             response_id: its id.
             http: the call.
-            limit: how many at most.
+            limit: most items.
             order: desc for the latest first.
-            after: id of the item behind which the page begins.
+            after: id of the item after which the page begins.
         """
         _check_query(http, "limit", "order", "after")
         raw = found(response_id, http).input_items
@@ -93,7 +93,7 @@ async def _created(
     caller = record_of(http).caller
     conversation = await read_conversation(context, store, body, caller.name)
     response_id = new_id("resp")
-    if body.request_id is None:  # which logs and traces have
+    if body.request_id is None:  # the id that logs and traces have
         body.request_id = response_id
     with naming_response_fields():
         strict, prepared = await _prepared(context, body, conversation, http)
@@ -109,8 +109,8 @@ async def _created(
 async def _prepared(
     context: RouteContext, body: ResponseRequest, conversation: Conversation, http: Request
 ) -> tuple[bool, PreparedChat]:
-    """Whether tools that do not say so are strict, and the request. They are, if all schemas can be
-    held."""
+    """The request, and whether tools that do not say so are strict: they are if grammars can hold
+    all schemas."""
     caller = record_of(http).caller
     unsaid = any(tool.strict is None for tool in body.tools or ())
     if unsaid:
@@ -139,7 +139,7 @@ def _page(raw: bytes, limit: int, order: str, after: str | None) -> dict[str, An
 
 
 def _check_query(http: Request, *known: str) -> None:
-    """Raises InvalidRequest for a parameter that is not served, rather than to ignore it."""
+    """Raises InvalidRequest for a parameter that is not supported, rather than ignoring it."""
     for name in http.query_params:
         if name not in known:
             raise InvalidRequest(name[:80], "this server has no such parameter here")

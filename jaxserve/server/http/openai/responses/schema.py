@@ -33,15 +33,15 @@ from jaxserve.server.http.openai.schema import (
 )
 
 MAX_ID = 256
-"""Characters of the id of an item, a call or a response."""
+"""Most characters in the id of an item, a call or a response."""
 MAX_ITEMS = MAX_MESSAGES
-"""Of a call's input, and of a conversation."""
+"""Most items of a call's input, and of a conversation."""
 _Id = Annotated[Text, Field(max_length=MAX_ID)]
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class ContentPart(TextPart):
-    """A piece of a message, or of what came of a call."""
+    """A part of a message, or of a call's output."""
 
     def plain(self) -> dict[str, Any]:
         """As it is kept."""
@@ -59,7 +59,7 @@ ContentParts = Annotated[list[ContentPart], Field(max_length=MAX_TEXT_PARTS, fai
 
 
 class MessageItem(Body):
-    """Somebody's turn. phase: whether OpenAI's model meant it for its last word; no model here
+    """A turn of any role. phase: whether OpenAI's model meant it as the final answer; no model here
     reads it."""
 
     type: Literal["message"] = "message"
@@ -70,7 +70,7 @@ class MessageItem(Body):
     phase: Text | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As it is kept: its content in parts."""
+        """The item as it is stored: its content in parts."""
         if isinstance(self.content, str):
             kind = "output_text" if self.role == "assistant" else "input_text"
             parts = [_text_part(kind, self.content)]
@@ -80,7 +80,7 @@ class MessageItem(Body):
 
 
 class CallItem(FunctionCall):
-    """What a model wanted to be called."""
+    """A model's call of a function."""
 
     type: Literal["function_call"]
     call_id: _Id
@@ -94,7 +94,7 @@ class CallItem(FunctionCall):
 
 
 class CallOutputItem(Body):
-    """What came of a call."""
+    """The output of a call."""
 
     type: Literal["function_call_output"]
     call_id: _Id
@@ -111,14 +111,14 @@ class CallOutputItem(Body):
 
 
 class ReasoningPart(Body):
-    """A piece of what a model has thought."""
+    """A part of a model's thoughts."""
 
     type: Literal["reasoning_text"]
     text: StrictStr
 
 
 class SummaryPart(Body):
-    """A piece of a summary of it; no model reads it."""
+    """A part of a summary of thoughts; no model reads it."""
 
     type: Literal["summary_text"]
     text: StrictStr
@@ -129,8 +129,8 @@ _Summary = Annotated[list[SummaryPart], Field(max_length=MAX_TEXT_PARTS, fail_fa
 
 
 class ReasoningItem(Body):
-    """What a model has thought before it said something. encrypted_content: the same as another
-    server has it, which no model here reads."""
+    """A model's thoughts before its text. encrypted_content: another server's form of them, which
+    no model here reads."""
 
     type: Literal["reasoning"]
     summary: _Summary | None = None
@@ -175,8 +175,8 @@ Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fas
 
 
 class ResponseTool(FunctionTool):
-    """One of `tools`. strict: as OpenAI has it here, it is meant where it is not said, as far as
-    the schema can be held."""
+    """One of `tools`. strict: as in OpenAI's API, the default is strict here, as far as a grammar
+    can hold the schema."""
 
     type: Literal["function"]
 
@@ -190,7 +190,7 @@ class ResponseTool(FunctionTool):
 
 
 class NamedTool(Body):
-    """The one that is to be called."""
+    """The tool that has to be called."""
 
     type: Literal["function"]
     name: Text
@@ -202,7 +202,7 @@ def _different(tools: list[ResponseTool]) -> list[ResponseTool]:
 
 
 class TextFormat(Body):
-    """What the text has to be. strict: as in `NamedSchema`."""
+    """The format of the text. strict: as in `NamedSchema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
@@ -212,22 +212,22 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """How the text is to be. verbosity: changes nothing, as in chats."""
+    """Options of the text. verbosity: changes nothing, as in chats."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ReasoningOptions(Body):
-    """How a model is to think. summary: auto is what this server makes of it: none, since all that
-    is thought is told."""
+    """Options of thinking. summary: auto means none here, since all thoughts are returned in
+    full."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto"] | None = None
 
 
 class ResponseStreamOptions(Body):
-    """include_obfuscation: OpenAI's padding against who counts bytes; there is none."""
+    """include_obfuscation: OpenAI's padding against traffic analysis; there is none."""
 
     include_obfuscation: Literal[False] | None = None
 
@@ -237,8 +237,8 @@ _Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 
 class ResponseRequest(OneAnswer):
-    """POST /v1/responses. include: log-probabilities of the text; encrypted_content, which clients
-    ask for to send it back, is not needed, since reasoning is told as it is."""
+    """POST /v1/responses. include: log-probabilities of the text. encrypted_content is accepted,
+    but clients need not send it back, since reasoning is returned as plain text."""
 
     input: StrictStr | Items
     instructions: StrictStr | None = None
@@ -269,4 +269,4 @@ class ResponseRequest(OneAnswer):
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    thinking_token_budget: Int32 | None = None  # as chats have it
+    thinking_token_budget: Int32 | None = None  # as in chats

@@ -1,4 +1,4 @@
-"""Responses that are kept, in memory: bounded in number, bytes and age, and by tenant."""
+"""Responses kept in memory, with bounds on number, bytes and age, and for each tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from jaxserve.server.requests.options import ResponseLimits
 
 OWN_BYTES = 2048
-"""What one takes beside its JSON, about."""
+"""Bytes that a response takes beside its JSON, about."""
 
 
 @dataclass(eq=False)
@@ -21,12 +21,12 @@ class StoredResponse:
         id: its id.
         response: the response, JSON.
         input_items: the items of its input, a list as JSON.
-        output_items: those of its output, as they are read in later turns, likewise.
-        count: of both, and of those of all turns before.
-        previous: the turn before.
-        size: bytes of its own.
-        read: bytes of its input and output, and of those of all turns before.
-        whole: `size`, and that of all turns before.
+        output_items: the items of its output in the form that later turns read, likewise.
+        count: number of items, including those of all previous turns.
+        previous: the previous turn.
+        size: bytes of this turn.
+        read: bytes of its input and output items, including all previous turns.
+        whole: `size`, including all previous turns.
     """
 
     id: str
@@ -50,7 +50,7 @@ class StoredResponse:
             self.whole += self.previous.whole
 
     def turns(self) -> list[StoredResponse]:
-        """The conversation up to here, from its first turn on."""
+        """The turns of the conversation up to this one, from the first."""
         found: list[StoredResponse] = []
         turn: StoredResponse | None = self
         while turn is not None:
@@ -59,8 +59,8 @@ class StoredResponse:
         return found[::-1]
 
     def hold(self) -> int:
-        """Counts one more that needs it. Returns the bytes that are kept for that: of all its turns
-        that nobody needed before."""
+        """Counts one more user. Returns the bytes of the turns that had no user before, which are
+        kept from now on."""
         turn: StoredResponse | None = self
         kept = 0
         while turn is not None:
@@ -72,7 +72,7 @@ class StoredResponse:
         return kept
 
     def let_go(self) -> int:
-        """The inverse."""
+        """The inverse of the counting; returns the bytes that are free again."""
         turn: StoredResponse | None = self
         freed = 0
         while turn is not None:
@@ -86,23 +86,23 @@ class StoredResponse:
 
 @dataclass(eq=False)
 class _Shelf:
-    """What one tenant has. stored: by id, with when it was kept, the oldest first."""
+    """The responses of one tenant. stored: response and time of storing by id, the oldest first."""
 
     stored: OrderedDict[str, tuple[float, StoredResponse]] = field(default_factory=OrderedDict)
     bytes: int = 0
 
 
 class ResponseStore:
-    """Responses by tenant and id. A tenant has at most its share; where its next one does not fit,
-    its own oldest leave. Where all tenants together have too much, the oldest of whoever has most
-    leave, be it the one that has just come: nobody who has less than an equal share loses any. A
-    turn that has left stays readable for later turns of its conversation, and counts, until the
-    last of them has left, too.
+    """Responses by tenant and id. A tenant has at most its share; if its next response does not
+    fit, its own oldest ones are dropped. If all tenants together have too much, the oldest of the
+    tenant with the most are dropped, even if that tenant has just stored one: a tenant with less
+    than an equal share loses none. A dropped turn can still be read by later turns of its
+    conversation, and counts until the last of them is dropped, too.
 
     Used on the event loop's thread.
 
     Args:
-        limits: how much is kept.
+        limits: bounds on what is kept.
         clock: seconds.
     """
 
@@ -115,11 +115,11 @@ class ResponseStore:
 
     @property
     def bytes(self) -> int:
-        """What all of them take."""
+        """Bytes of all responses."""
         return sum(shelf.bytes for shelf in self._shelves.values())
 
     def put(self, tenant: str, turn: StoredResponse) -> bool:
-        """Keeps a response. False if it does not fit: it is more than the tenant may have."""
+        """Stores a response. False if it is larger than the tenant's share."""
         self._expire()
         if turn.whole > self._room(tenant):
             return False
@@ -134,14 +134,14 @@ class ResponseStore:
         return turn.id in shelf.stored
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """The tenant's response of this id; None where it has none."""
+        """The tenant's response with this id; None if there is none."""
         self._expire()
         shelf = self._shelves.get(tenant)
         found = None if shelf is None else shelf.stored.get(response_id)
         return None if found is None else found[1]
 
     def delete(self, tenant: str, response_id: str) -> bool:
-        """Forgets it; False where the tenant has none of this id."""
+        """Deletes the response with this id; False if the tenant has none."""
         if self.get(tenant, response_id) is None:
             return False
         self._drop(tenant, response_id)
@@ -154,11 +154,11 @@ class ResponseStore:
         return int(self._limits.bytes * self._share(tenant))
 
     def _share(self, tenant: str) -> float:
-        """Without keys there is one tenant, which may have all."""
+        """Without keys there is one tenant, which may have everything."""
         return self._limits.key_share if tenant else 1.0
 
     def _part(self, tenant: str) -> float:
-        """How much of all that is kept the tenant has."""
+        """The tenant's share of everything that is kept."""
         shelf = self._shelves[tenant]
         return max(len(shelf.stored) / self._limits.count, shelf.bytes / self._limits.bytes)
 
