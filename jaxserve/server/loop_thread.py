@@ -15,7 +15,7 @@ _END = object()
 
 
 class LoopThread:
-    """Runs coroutines for any thread. `close` it."""
+    """Runs coroutines for any thread. `close` it in the end."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

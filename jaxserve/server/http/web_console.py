@@ -1,4 +1,4 @@
-"""The console's page, and its events."""
+"""The console's page and its events."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ PAGE = {
         if path.suffix in (".css", ".mjs")
     },
 }
-"""The files of the page, by their paths. They have nothing of what it shows."""
-# Nothing from elsewhere, no script or style in the page itself, and no text that becomes markup.
+"""The static files of the page, by their paths. They contain no data."""
+# Allows nothing from other origins, no inline scripts or styles, and no markup made of text.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'self'; script-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
-    """At /, and what it asks for below /console."""
+    """Adds the page at /, and its data below /console."""
 
     async def file(path: Path) -> Response:
         body = await asyncio.to_thread(path.read_bytes)
@@ -57,7 +57,7 @@ def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
 
     @app.get("/console/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
-        """What a request may say, and what is meant where it does not."""
+        """Which options a request has here, and their defaults."""
         found = context.requests.info()
         told = {name: getattr(found, name) for name in ("model", "policy", "device")}
         usual = SamplingParams(**sampling_fields(Generation(), context.sampling_defaults))
@@ -89,8 +89,8 @@ def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
 
 
 class Events:
-    """The same snapshots for all who look: they are put together once a pause, beside the event
-    loop, since they look at the last tens of thousands of tokens."""
+    """The same snapshots for all viewers. They are made once per pause and off the event loop,
+    since they go through the last tens of thousands of tokens."""
 
     def __init__(self, requests: EngineRequests, feed: LiveFeed) -> None:
         self._requests, self._feed = requests, feed
@@ -100,7 +100,7 @@ class Events:
         self._lock = asyncio.Lock()
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """For one."""
+        """The events for one viewer."""
         while True:
             closed = self._requests.closed
             yield await self._latest(closed)
@@ -113,7 +113,7 @@ class Events:
             now = asyncio.get_running_loop().time()
             if now >= self._until or closed != self._closed:
                 self._last = await self._requests.run_beside(
-                    "",  # for all who look
+                    "",  # shared by all viewers
                     lambda: sse_event({**self._feed.snapshot(), "closed": closed}),
                 )
                 self._until, self._closed = now + PAUSE_S / 2, closed

@@ -1,4 +1,4 @@
-"""What a model's text is made of: thoughts, content, calls of tools."""
+"""Splits a model's text into thoughts, content and calls of tools."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from jaxserve.server.tools.parser import CallParser
 
 
 class MessageParser:
-    """Takes the text of one continuation and says what it is made of. Calls stand outside of
-    thoughts. The same text gives the same, however it is cut.
+    """Splits the text of one continuation into its parts. Calls stand outside of thoughts. The
+    result does not depend on how the text was cut into pieces.
 
     Args:
-        reasoning: finds thoughts; None where there are none.
-        calls: finds calls; None where nothing may be called.
+        reasoning: finds thoughts; None if there are none.
+        calls: finds calls; None if no tool may be called.
     """
 
     def __init__(self, reasoning: ReasoningParser | None, calls: CallParser | None) -> None:
         self._reasoning, self._calls = reasoning, calls
 
     def feed(self, text: str) -> list[Piece]:
-        """What can be told with this text, which follows the one before."""
+        """Takes the next text and returns the parts that are certain by now."""
         if self._reasoning is None:
             return self._rest(text)
         return self._without_calls(self._reasoning.feed(text))
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the text. Nothing may be fed after it."""
+        """The parts held back at the end of the text. Nothing may be fed after it."""
         left = [] if self._reasoning is None else self._without_calls(self._reasoning.finish())
         return left if self._calls is None else [*left, *self._calls.finish()]
 

@@ -1,4 +1,4 @@
-"""Finds thoughts in text that comes in pieces, however it is cut."""
+"""Finds thoughts in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from jaxserve.server.tools.parser import Steps, TextParser
 
 
 class ReasoningParser(TextParser):
-    """Says what is thought and what is not: `Reasoning` and `Content`. White space around a thought
-    is dropped. All else is told, and what is no thought is content."""
+    """Splits text into `Reasoning` and `Content`. White space around a thought is dropped; all
+    other text is passed on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,10 +22,10 @@ class ReasoningParser(TextParser):
         """Whether the text so far ends within a thought."""
         return self._thinks
 
-    # What formats are made of.
+    # Parts that formats are made of.
 
     def _think(self, text: str) -> None:
-        """White space is told only when it is clear that it is not around the thought."""
+        """Passes on white space only once it is clear that it is within the thought."""
         if not self._thinks:
             text, self._thinks = text.lstrip(), bool(text.strip())
         told = text.rstrip()
@@ -36,7 +36,7 @@ class ReasoningParser(TextParser):
             self._space.append(text[len(told) :])
 
     def _thought(self) -> None:
-        """It has ended."""
+        """The thought has ended."""
         self._space, self._thinks = [], False
 
     def _content(self, text: str) -> None:
@@ -45,7 +45,7 @@ class ReasoningParser(TextParser):
 
 
 class TaggedParser(ReasoningParser):
-    """One thought between two markers, with which the text begins.
+    """One thought between two markers at the beginning of the text.
 
     Args:
         begins: texts that open it.
@@ -59,7 +59,7 @@ class TaggedParser(ReasoningParser):
 
     def _run(self) -> Steps[None]:
         before = yield from self._skip_space()
-        # Some models open again what their prompt has opened.
+        # Some models repeat the opening marker that is in their prompt.
         if (yield from self._literal(*self._begins)) or self._opened:
             yield from self._up_to(self._ends, self._think)
             self._thought()

@@ -1,4 +1,4 @@
-"""How models write thoughts: formats by name, found by the chat template's source."""
+"""How models write thoughts: formats by name, recognised in the chat template's source."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sched.request import Thinking
 from jaxserve.server.reasoning.parser import ReasoningParser
 
 NONE = "none"
-"""Thoughts are not told apart from the rest of the text."""
+"""Thoughts are not separated from the rest of the text."""
 
 
 class Calls(enum.Enum):
@@ -29,10 +29,10 @@ class Span(NamedTuple):
     """Where a thought is in a text.
 
     Attributes:
-        begins: texts of which one opens it; none where it is open from the beginning.
+        begins: texts that open it; none if it is open from the beginning.
         ends: texts that close it.
-        close: what is written to close it.
-        instead: what is written where it may not even begin; "" if that is the same.
+        close: text that is forced to close it.
+        instead: text that is forced if it may not even begin; "" if it is the same as `close`.
     """
 
     begins: tuple[str, ...]
@@ -41,7 +41,7 @@ class Span(NamedTuple):
     instead: str = ""
 
     def thinking(self, encode: Callable[..., list[int]], budget: int | None) -> Thinking:
-        """As the engine has it.
+        """The engine's form of the span.
 
         Args:
             encode: makes token ids of a text.
@@ -60,10 +60,10 @@ class ReasoningFormat(ABC):
 
     Attributes:
         name: as `server.reasoning_format` has it.
-        signs: texts of which a chat template for this format has one.
-        rank: formats of lower rank are looked for first.
+        signs: texts of which a chat template for this format contains at least one.
+        rank: formats of lower rank are tried first.
         markers: texts around thoughts, which may be special tokens of the model.
-        history: where chat templates look in a message for what was thought.
+        history: field of a message in which chat templates look for thoughts.
     """
 
     name: ClassVar[str]
@@ -74,15 +74,15 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def parser(self, prompt: str) -> ReasoningParser | None:
-        """For the text of one continuation; None where it has no thoughts.
+        """A parser for the text of one continuation; None if it has no thoughts.
 
         Args:
-            prompt: text that it continues, as the template has rendered it.
+            prompt: the text that is continued, as rendered by the template.
         """
 
     @abstractmethod
     def span(self, prompt: str, calls: Calls = Calls.NONE) -> Span | None:
-        """Where the thought is in that text; None where it has none.
+        """Where the thought is in the text; None if it has none.
 
         Args:
             prompt: likewise.
@@ -95,13 +95,13 @@ _FORMATS: dict[str, type[ReasoningFormat]] = {}
 
 
 def register(form: F) -> F:
-    """Makes a format known by its name."""
+    """Registers a format by its name."""
     _FORMATS[form.name] = form
     return form
 
 
 def formats() -> Mapping[str, type[ReasoningFormat]]:
-    """All of them, by name."""
+    """All formats, by name."""
     package = importlib.import_module("jaxserve.server.reasoning.formats")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
@@ -109,15 +109,15 @@ def formats() -> Mapping[str, type[ReasoningFormat]]:
 
 
 def find_format(source: str, name: str = "") -> ReasoningFormat | None:
-    """The format of a chat template; None where it has no sign of any.
+    """The format of a chat template; None if it has no sign of any format.
 
     Args:
-        source: of the template; empty without one.
-        name: of the format, if it is given; `auto` and "" look for signs in the source, and `none`
-            is None.
+        source: the template's source; empty without one.
+        name: the format's name, if it is given; `auto` and "" look for signs in the source, and
+            `none` is None.
 
     Raises:
-        ConfigError: there is no format of this name.
+        ConfigError: If there is no format with this name.
     """
     known = formats()
     if name == NONE:

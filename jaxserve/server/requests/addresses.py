@@ -11,7 +11,7 @@ from jaxserve.config import ConfigError
 
 Address = tuple[socket.AddressFamily, Any]
 ATTEMPTS = 20
-"""To find a port that is free on all addresses."""
+"""Tries to find a port that is free on all addresses."""
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
@@ -32,7 +32,7 @@ def addresses_of(host: str, port: int) -> list[Address]:
 
 
 def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
-    """Sockets that listen on the same port of all of the host's addresses. port: 0 takes one that
+    """Sockets that listen on the same port on all of the host's addresses. port: 0 takes one that
     is free on all of them. Raises ConfigError for the host, OSError if the port is taken."""
     addresses = addresses_of(host, port)
     for left in reversed(range(1 if port else ATTEMPTS)):
@@ -57,18 +57,18 @@ def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:
 
 
 def reached(address: str) -> str:
-    """Where "host:port" is called from the machine that listens there."""
+    """The address by which the listening machine itself reaches "host:port"."""
     host, _, port = address.rpartition(":")
     return f"{'localhost' if host in ('0.0.0.0', '[::]') else host}:{port}"
 
 
 def _is_all(address: Any) -> bool:
-    """Whether it is `::`, all addresses of both families, as gRPC has it, too."""
+    """Whether the address is `::`: all addresses of both families, also for gRPC."""
     return bool(address[0] == "::") and socket.has_dualstack_ipv6()
 
 
 def bracketed_host(host: str) -> str:
-    """As it is written before a port: an address of IPv6 in brackets."""
+    """The host as it is written before a port: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host
 
 

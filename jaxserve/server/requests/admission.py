@@ -1,4 +1,4 @@
-"""Limits how many calls may be open at once, whatever each waits for."""
+"""Limits how many calls may be open at once, whatever they wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.server.access.api_keys import Caller
 
 RETRY_S = 1.0
 NOBODY = Caller()
-_STUCK_SHARE = 4  # calls whose reader has been given up on, for each that may be open
+_STUCK_SHARE = 4  # most calls with stuck readers, for each that may be open
 
 
 class Overloaded(RuntimeError):
@@ -30,13 +30,13 @@ class Admission:
     several API keys call, none gets more than its share.
 
     Args:
-        limit: of what is open at once; 0 is any number.
+        limit: most open at once; 0 is any number.
         what: who has the limit, for errors: "as many as {what}".
         unit: what is counted, for errors.
 
     Attributes:
-        open: how many are open now.
-        stuck: how many were given up on and still hold their connection.
+        open: number open now.
+        stuck: number of calls that were given up on and still hold their connection.
     """
 
     def __init__(self, limit: int, what: str, unit: str = "calls are open") -> None:
@@ -52,7 +52,7 @@ class Admission:
         await self._idle.wait()
 
     def enter(self, caller: Caller = NOBODY, count: int = 1) -> None:
-        """Counts `count` more as the caller's. Raises Overloaded."""
+        """Counts `count` more for the caller. Raises Overloaded."""
         self._mine.setdefault(caller.name, 0)
         if self._limit:
             self._check(caller, count)
@@ -68,12 +68,12 @@ class Admission:
             self._idle.set()
 
     def give_up(self, caller: Caller = NOBODY) -> None:
-        """Moves one of the caller's from `open` to `stuck`: its reader does not read."""
+        """Moves a call of the caller from `open` to `stuck`, since its reader does not read."""
         self.leave(caller)
         self.stuck += 1
 
     def unstick(self) -> None:
-        """Stops counting one as stuck."""
+        """Stops counting a stuck call."""
         self.stuck -= 1
 
     def _check(self, caller: Caller, count: int) -> None:

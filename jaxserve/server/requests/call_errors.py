@@ -1,5 +1,5 @@
-"""What a client is told of each error, the same at every frontend: HTTP's status and error object,
-gRPC's status, the error of a batch's line, and the outcome in logs and metrics."""
+"""How each error is reported, the same at every frontend: HTTP's status and error object, gRPC's
+status, the error of a batch's line, and the outcome in logs and metrics."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from jaxserve.server.requests.slo_admission import ExpectedLate
 
 @dataclass(frozen=True)
 class CallError:
-    """How a call ends that has failed.
+    """How a failed call ends.
 
     Attributes:
         code: for programs, in HTTP's error object.
         http_status: HTTP's status.
         grpc_code: name of the grpc.StatusCode.
         outcome: for logs and metrics.
-        field_name: the field that is wrong; None where it is not one field.
-        retry_s: when the same call may succeed, in seconds from now; None: it is not the moment
-            that is wrong.
-        message: in place of the error's own; empty has that.
+        field_name: the field that is wrong; None if it is not a single field.
+        retry_s: when the same call may succeed, in seconds from now; None if a retry does not help.
+        message: replaces the error's own message unless empty.
     """
 
     code: str
@@ -48,7 +47,7 @@ class CallError:
 
 
 class CallRefused(ValueError):
-    """A method refuses what is asked, for a reason of its own. call_error: of the class."""
+    """A method refuses a call for a reason of its own. call_error: the class's call error."""
 
     call_error = CallError("conflict", 409, "FAILED_PRECONDITION", CallOutcome.REFUSED)
 

@@ -16,7 +16,7 @@ from jaxserve.server.requests.engine_load import EngineLoad
 
 log = logging.getLogger(__name__)
 
-_LINES, _WINDOW_S = 10, 60.0  # of one kind that are logged in a while
+_LINES, _WINDOW_S = 10, 60.0  # lines of one kind logged per window
 
 
 class CallOutcome(enum.StrEnum):
@@ -24,8 +24,8 @@ class CallOutcome(enum.StrEnum):
 
     OK = "ok"
     INVALID = "invalid"  # a field is missing, unknown or beyond its limit
-    MALFORMED = "malformed"  # no message of the API
-    DUPLICATE = "duplicate"  # its id is running
+    MALFORMED = "malformed"  # not a message of the API
+    DUPLICATE = "duplicate"  # a request with its id is running
     QUEUE_FULL = "queue_full"  # scheduler.max_queue
     TOO_MANY_CALLS = "too_many_calls"  # server.max_calls
     EXPECTED_LATE = "expected_late"  # server.refuse_late
@@ -50,8 +50,8 @@ class CallSource(enum.StrEnum):
 
 @dataclass
 class CallRecord:
-    """What is known of one call. All fields but `began` are filled in as it goes on, on the event
-    loop's thread.
+    """What is known of one call. All fields but `began` are filled in as the call goes on, on the
+    event loop's thread.
 
     Attributes:
         method: the API method's name.
@@ -74,9 +74,9 @@ class CallRecord:
         outcome: how it ended.
         reason: the error message that the client gets if `outcome` is not OK; it may quote the
             client.
-        load: what the engine has to do, for a call that is refused; None where nobody knows.
-        began: when its head had been read at the door, in seconds of time.monotonic(); its requests
-            arrive then.
+        load: the engine's load when a call is refused; None if unknown.
+        began: when its head had been read by the frontend, in seconds of time.monotonic(); this is
+            the arrival time of its requests.
         ended: when it ended.
     """
 
@@ -102,7 +102,7 @@ class CallRecord:
     load: Callable[[], EngineLoad | None] = lambda: None
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
-    _taken: int = 0  # of the caller's concurrency
+    _taken: int = 0  # requests counted for the caller's concurrency
     _open: int = 0
     _then: Callable[[], None] | None = None
 
@@ -113,14 +113,14 @@ class CallRecord:
 
     @property
     def cached_tokens(self) -> int:
-        """Those of them that were found in the cache, by the first continuation of each prompt: the
-        others may find what that one has computed."""
+        """Prompt tokens that were cache hits for the first continuation of each prompt. Other
+        continuations may hit what the first one has computed."""
         firsts = (last.usage for last in self.last if not last.index)
         return sum(usage.cached_tokens for usage in firsts if usage is not None)
 
     @property
     def drafted_tokens(self) -> tuple[int, int]:
-        """Drafted tokens that were right, and that were wrong, of what has ended."""
+        """Numbers of right and of wrong drafted tokens, in continuations that have ended."""
         return drafted_tokens([last.usage for last in self.last])
 
     @property
@@ -130,13 +130,13 @@ class CallRecord:
         return max(timed, key=lambda last: last.timings.total, default=None)  # type: ignore[union-attr]
 
     def of(self, caller: Caller) -> None:
-        """It is known whose call it is. That caller's requests arrive when the call did."""
+        """Sets the caller of the call. The requests arrive when the call did."""
         caller.arrived, self.caller = self.began, caller
 
     def charge(self, requests: Sequence[Request], at_once: int | None = None) -> None:
-        """Counts the requests that it is about to submit as its caller's. Raises RateLimited or
-        TooManyRequests if the caller may not have as many. at_once: how many of them run at once;
-        None for all."""
+        """Counts the requests that the call is about to submit for its caller. Raises RateLimited
+        or TooManyRequests if the caller may not have as many. at_once: how many of them run at
+        once; None for all."""
         self.requests, self.request_id = requests, self.caller.own(requests[0].id)
         count = sum(request.sampling.n for request in requests) if at_once is None else at_once
         self.caller.take_requests(count)
@@ -147,7 +147,7 @@ class CallRecord:
         self._open += 1
 
     def heard(self, output: Output) -> None:
-        """Takes in an output of one of its requests, whether or not the client still reads."""
+        """Records an output of one of its requests, whether or not the client still reads."""
         self.output_tokens += len(output.token_ids)
         self.given_up += output.expected_missed
         if self.keeps_text:
@@ -162,13 +162,13 @@ class CallRecord:
             self._then()
 
     def when_closed(self, then: Callable[[], None]) -> None:
-        """Calls `then` once the engine has finished all its requests, which may be now."""
+        """Calls `then` once the engine has finished all requests of the call, at once if it has."""
         self._then = then
         if not self._open:
             then()
 
     def give_back(self) -> None:
-        """Stops counting its requests as its caller's."""
+        """Stops counting the call's requests for its caller."""
         self.caller.give_back_requests(self._taken)
         self._taken = 0
 
@@ -185,8 +185,8 @@ class CallTracker:
             finished its requests.
         logged: whether one of the sinks is the log. Frontends then need not log refused calls.
         keeps_text: whether records keep generated text for the sinks.
-        load: what the engine has to do, for records.
-        clock: seconds; the engine's.
+        load: returns the engine's load, for records.
+        clock: the engine's clock, in seconds.
 
     Attributes:
         counts: calls by (method, outcome). Any thread may read it.
@@ -220,7 +220,7 @@ class CallTracker:
         """The record of a new call or batch line.
 
         Args:
-            source: where it comes from.
+            source: where the call comes from.
             method: the API method's name.
             peer: the client's address.
             carrier: W3C Trace Context headers of the call.
@@ -250,7 +250,7 @@ class CallTracker:
         for sink in self._sinks:
             try:
                 sink(record)
-            except Exception:  # the call has been answered
+            except Exception:  # the call was already answered
                 log.exception("the end of a call of %s is not told", record.method)
 
 
@@ -281,7 +281,7 @@ class RateLimitedLog:
 
 
 def drafted_tokens(usages: Sequence[Usage | None]) -> tuple[int, int]:
-    """Drafted tokens that were right, and that were wrong."""
+    """Numbers of right and of wrong drafted tokens."""
     known = [usage for usage in usages if usage is not None]
     right = sum(usage.accepted_draft_tokens for usage in known)
     return right, sum(usage.rejected_draft_tokens for usage in known)

@@ -1,4 +1,4 @@
-"""What the engine has to do, for clients that are refused: totals over everybody."""
+"""The engine's load, for clients that are refused: totals over all clients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from jaxserve.server.requests.engine_client import EngineClient
 
 LOAD_HEADER = "endpoint-load-metrics"
-"""The header of ORCA, which load balancers read (https://github.com/envoyproxy/envoy/issues/6614)."""
+"""ORCA's header, which load balancers read (https://github.com/envoyproxy/envoy/issues/6614)."""
 _FRESH_S = 0.1
 
 
@@ -28,7 +28,7 @@ class EngineLoad:
     kv_cache_usage: float
 
     def header(self) -> str:
-        """The value of LOAD_HEADER; metrics have vLLM's names, as on the metrics' page."""
+        """The value of LOAD_HEADER; its metrics have vLLM's names, as at /metrics."""
         told = {
             "kv_cache_usage_perc": self.kv_cache_usage,
             "num_requests_waiting": self.waiting,
@@ -40,8 +40,8 @@ class EngineLoad:
 
 
 class LoadMeter:
-    """Asks the engine, ten times a second at most, however many calls are refused. On the event
-    loop's thread.
+    """Asks the engine for its load, at most ten times a second however many calls are refused. Used
+    on the event loop's thread.
 
     Args:
         engine: the engine.
@@ -54,7 +54,7 @@ class LoadMeter:
         self._until = 0.0
 
     def __call__(self) -> EngineLoad:
-        """The load now, or a moment ago."""
+        """The load, at most a moment old."""
         now = self._clock()
         if self._load is None or now >= self._until:
             stats = self._engine.stats()

@@ -1,5 +1,5 @@
-"""The path of every request, whichever frontend it came through: built from the client's fields and
-checked (`EngineRequests.make_request`), then submitted (`EngineRequests.open_stream`)."""
+"""The path of every request from any frontend: built from the client's fields and checked
+(`EngineRequests.make_request`), then submitted (`EngineRequests.open_stream`)."""
 
 from __future__ import annotations
 
@@ -52,42 +52,45 @@ MAX_REQUEST_ID = 128  # characters
 MAX_CACHE_SALT = 256  # likewise
 MAX_CACHE_KEY = 256  # likewise, of a prompt_cache_key, which only routers read
 SHUTTING_DOWN = "the server is shutting down"
-# Encoding takes about a microsecond a character. Longer texts leave the event loop to others, and
-# so few of them are encoded at once that the engine's thread, too, has a core.
+# Encoding takes about a microsecond per character. Longer texts are encoded off the event loop,
+# only a few at once, so that the engine's thread keeps a core.
 INLINE_LENGTH = 2000
 LONG_LENGTH = 1 << 16
-"""Longer prompts have a thread of their own: the others wait for none of them."""
+"""Longer prompts have a thread of their own, so that shorter ones need not wait for them."""
 PREDICTED_CHARACTERS = 16
-"""Of a prediction at most, for each token that a prompt may have: four times what texts have."""
+"""Most characters of a prediction for each token that a prompt may have: four times the usual
+ratio."""
 _NO_TARGETS = SLO()
-_READERS = 8  # tenants whose batches' lines are read at a time; most of that is waiting
+_READERS = 8  # tenants whose lines are read at once, mostly waiting
 _ENCODERS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(frozen=True)
 class RequestFields:
-    """The fields of one request as a frontend parsed them, before anything is checked.
+    """The fields of one request as a frontend parsed them, still unchecked.
 
     Attributes:
         prompt: text, or token ids.
-        sampling: the `SamplingParams` fields that the client gave, by name. The others are the
-            checkpoint's (`EngineInfo.sampling_defaults`), or have their defaults, except that a
+        sampling: the `SamplingParams` fields that the client gave, by name. Other fields have the
+            checkpoint's values (`EngineInfo.sampling_defaults`) or their defaults, except that a
             missing max_tokens is lowered to what fits after the prompt.
         request_id: the client's id; empty generates one.
-        slo: targets given with the request. They override those of the call's headers, and these
-            those of `slo_class` (`slo_classes.requested_level`).
-        tier: tier given with the request, which overrides that of `slo_class`; None takes the
-            class's, or without a class the API key's, else real-time.
-        slo_class: name of one of the server's SLO classes; empty takes the API key's, or none.
+        slo: targets given with the request. They override targets in the call's headers, which
+            override those of `slo_class` (`slo_classes.requested_level`).
+        tier: tier given with the request, which overrides that of `slo_class`; None takes the tier
+            of the class, else of the API key, else real-time.
+        slo_class: name of one of the server's SLO classes; empty takes the API key's class, if it
+            has one.
         serve_late: whether to serve the request though its first token is expected late.
         cache_salt: as `Request.cache_salt`, any characters.
         caller: the client; None for the server's own requests. The request's id in the engine is
             `caller.scoped`, so that no client learns which ids others use, and the limits of the
             caller's API key apply to its tier and targets.
-        prediction: what the output is likely to be; empty where the client does not say. It is
-            encoded where the policy speculates.
-        model: name of an adapter, or of the model itself, which "" is, too.
-        pooling: what is wanted in place of an output, with an empty `sampling`; None for an output.
+        prediction: the likely output; empty if the client gives none. It is encoded if the policy
+            speculates.
+        model: name of an adapter, or of the model itself; "" is the model.
+        pooling: the vector or scores that are wanted in place of generated text, with an empty
+            `sampling`; None generates text.
     """
 
     prompt: str | Sequence[int]
@@ -106,8 +109,8 @@ class RequestFields:
 
 class EngineRequests:
     """Builds requests, submits them to the engine and tracks whether it accepts any. Create it on
-    the event loop that serves. All methods run there, but for those that any thread may call,
-    which say so.
+    the event loop that serves. All methods run there, except those that are marked as callable from
+    any thread.
 
     Args:
         engine: the engine, already started.
@@ -145,7 +148,7 @@ class EngineRequests:
 
     @property
     def closed(self) -> str | None:
-        """Why new requests are refused; None while they are accepted."""
+        """The reason why new requests are refused; None while they are accepted."""
         return self.failure or (SHUTTING_DOWN if self.draining else self.stalled)
 
     @property
@@ -159,12 +162,12 @@ class EngineRequests:
             raise EngineStopped(self.closed)
 
     def info(self) -> EngineInfo:
-        """What is served; it does not change from start to stop."""
+        """Describes what is served; does not change while the engine runs."""
         return self._engine.info()
 
     def adapter_named(self, model: str, caller: Caller | None) -> str:
-        """The adapter that a request with this model has, "" for the base model. Raises
-        UnknownAdapter where the caller has none of this name."""
+        """The adapter for a request with this model; "" for the base model. Raises UnknownAdapter
+        if the caller has no adapter with this name."""
         if model in ("", self.info().model):
             return ""
         for one in self.adapters(caller):
@@ -173,7 +176,7 @@ class EngineRequests:
         raise UnknownAdapter(model)
 
     def adapters(self, caller: Caller | None) -> list[Adapter]:
-        """Those that the caller's requests may name."""
+        """The adapters that the caller's requests may name."""
         return [
             one for one in self._engine.adapters() if caller is None or caller.may_use(one.name)
         ]
@@ -201,14 +204,15 @@ class EngineRequests:
             self._engine.cancel(request_id)
 
     async def run_beside(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
-        """Returns work(*arguments), run on a few threads, for which tenants take turns. For work of
-        milliseconds that would hold up the event loop, such as parsing bodies and encoding answers.
+        """Returns work(*arguments), run on one of a few threads, at which tenants take turns. For
+        work of some milliseconds that would hold up the event loop, such as parsing bodies and
+        encoding answers.
         """
         return await self._others.run(tenant, work, *arguments)
 
     async def make_request(self, fields: RequestFields) -> Request:
-        """`build_request`, ready to be submitted, with slow parts off the event loop: compiling a
-        grammar, and encoding a long prompt and making its keys."""
+        """`build_request`, ready to be submitted, with the slow parts off the event loop: compiling
+        a grammar, encoding a long prompt, and computing the keys of its blocks."""
         tenant = "" if fields.caller is None else fields.caller.name
         grammar = fields.sampling.get("grammar")
         if grammar is not None:
@@ -225,16 +229,16 @@ class EngineRequests:
         """`make_request` of each prompt of a call.
 
         Args:
-            shared: the fields that all have, with the first one's id and any prompt.
-            prompts: text or token ids each.
-            most_tokens: of all prompts together.
+            shared: the fields that all requests share, with the first request's id and any prompt.
+            prompts: the prompts, each text or token ids.
+            most_tokens: most tokens of all prompts together.
 
         Raises:
-            InvalidRequest: a request cannot be served. Of several prompts it names which.
+            InvalidRequest: If a request cannot be served. With several prompts, it names the one.
         """
         wanted, tokens = [], 0
         for place, prompt in enumerate(prompts):
-            await asyncio.sleep(0)  # others come in between: each may take milliseconds
+            await asyncio.sleep(0)  # each may take milliseconds: lets other tasks run
             own = _numbered(shared.request_id, place)
             fields = dataclasses.replace(shared, prompt=prompt, request_id=own)
             try:
@@ -252,24 +256,25 @@ class EngineRequests:
     async def check_grammar(
         self, grammar: Grammar, thinking: Thinking | None = None, tenant: str = ""
     ) -> None:
-        """Gets it ready for the engine.
+        """Compiles a grammar for the engine.
 
         Args:
-            grammar: of a text.
+            grammar: the text's grammar.
             thinking: what comes before the text that it holds.
-            tenant: whose it is. Tenants take turns at the compiler, where it is not known.
+            tenant: the request's tenant. Tenants take turns at the compiler, if the grammar was not
+                compiled before.
 
         Raises:
-            InvalidRequest: it cannot be served, and why.
-            EngineStopped: the engine stops.
-            QueueFull: it cannot be tried now.
+            InvalidRequest: If the grammar cannot be served; says why.
+            EngineStopped: If the engine stops.
+            QueueFull: If it cannot be compiled now.
         """
         check = self._engine.check_grammar
         if not self._engine.knows_grammar(grammar):
             await self._grammars.run(tenant, check, grammar, thinking)
         elif thinking is None:
             check(grammar)
-        else:  # whose tokens may have to be found
+        else:  # its tokens may have to be found
             await self.run_beside(tenant, check, grammar, thinking)
 
     async def read_lines(self, tenant: str, read: Callable[[L], T], lines: Iterable[L]) -> list[T]:
@@ -277,12 +282,12 @@ class EngineRequests:
         (`wait_for_grammar`). If the caller is cancelled, no further line is read.
 
         Args:
-            tenant: whose batch it is. Tenants take turns.
+            tenant: the batch's tenant. Tenants take turns.
             read: reads a line.
             lines: the lines.
 
         Returns:
-            What `read` returns of each.
+            The results of `read`, by line.
         """
         gone = threading.Event()
         until_gone = itertools.takewhile(lambda _: not gone.is_set(), lines)
@@ -292,7 +297,7 @@ class EngineRequests:
             gone.set()
 
     def wait_for_grammar(self, grammar: Grammar, thinking: Thinking | None, tenant: str) -> None:
-        """`check_grammar`, for a thread that may wait."""
+        """`check_grammar`, for a thread that may block."""
         check = self.check_grammar(grammar, thinking, tenant)
         asyncio.run_coroutine_threadsafe(check, self._loop).result()
 
@@ -300,7 +305,7 @@ class EngineRequests:
         return self._engine.with_keys(self.build_request(fields))
 
     async def encode(self, text: str, tenant: str = "", *, special: bool = True) -> list[int]:
-        """Token ids of a text; a long one is encoded off the event loop, at the tenant's turn.
+        """Token ids of a text; a long text is encoded off the event loop, at the tenant's turn.
         Raises InvalidRequest."""
         encode = functools.partial(self._engine.encode, text, special=special)
         return await self._encoded(tenant, len(text), encode)
@@ -308,7 +313,8 @@ class EngineRequests:
     async def _encoded(
         self, tenant: str, length: int, work: Callable[..., T], *arguments: Any
     ) -> T:
-        """Returns work(*arguments), which encodes so much, run where that holds up nobody."""
+        """Returns work(*arguments), which encodes `length` characters, run on the thread for such
+        lengths."""
         if length <= INLINE_LENGTH:
             return work(*arguments)
         threads = self._encoders if length <= LONG_LENGTH else self._long_encoders
@@ -325,14 +331,14 @@ class EngineRequests:
         return max(1, min(info.max_model_len, info.pool_tokens) - prompt_tokens)
 
     def build_request(self, fields: RequestFields) -> Request:
-        """The request that a client's fields describe, checked as far as is possible before it is
+        """The request that a client's fields describe, checked as far as possible before it is
         submitted. Any thread may call this. Raises InvalidRequest."""
         caller, own = fields.caller, fields.request_id
         level = requested_level(self.slo_classes, fields.slo, fields.tier, fields.slo_class, caller)
         if len(own) > MAX_REQUEST_ID:
             limits = f"at most {MAX_REQUEST_ID} are allowed"
             raise InvalidRequest("request_id", f"has {len(own)} characters; {limits}")
-        if not own.isprintable():  # it is written to logs, and encoded
+        if not own.isprintable():  # it is logged and encoded
             raise InvalidRequest("request_id", "has characters that cannot be printed")
         if len(fields.cache_salt) > MAX_CACHE_SALT:
             limits = f"at most {MAX_CACHE_SALT} are allowed"
@@ -377,12 +383,12 @@ class EngineRequests:
                 raise InvalidRequest("prompt", half_surrogate(error)) from None
         info = self._engine.info()
         limit = min(info.max_model_len, info.pool_tokens)
-        if len(prompt) >= limit:  # before they are copied
+        if len(prompt) >= limit:  # before the ids are copied
             raise too_many_tokens(len(prompt), limit - 1)
         return tuple(prompt)
 
     def _check_prediction(self, text: str) -> None:
-        """Raises InvalidRequest for one that is surely longer than a prompt may be."""
+        """Raises InvalidRequest if the prediction is surely longer than a prompt may be."""
         info = self._engine.info()
         most = PREDICTED_CHARACTERS * min(info.max_model_len, info.pool_tokens)
         if len(text) > most:
@@ -390,7 +396,7 @@ class EngineRequests:
             raise InvalidRequest("prediction", problem)
 
     def _prediction(self, text: str) -> tuple[int, ...]:
-        """The tokens of a text. Raises InvalidRequest for half a character, and for one that is
+        """The tokens of a prediction. Raises InvalidRequest for half a surrogate pair, and if it is
         longer than a prompt may be."""
         if not (text and self._engine.info().speculates):
             return ()
@@ -441,7 +447,7 @@ class EngineRequests:
         except BaseException:
             self._router.forget(request.id)
             raise
-        if record is not None:  # what the engine says comes later, by way of the loop
+        if record is not None:  # outputs come later, through the loop
             record.opened()
         return stream
 
@@ -456,24 +462,24 @@ class EngineRequests:
         self._engine.cancel(stream.request_id)
 
     def end_stream(self, stream: Stream) -> None:
-        """Releases the stream, whose reader is gone. An unfinished request is cancelled."""
+        """Releases the stream after its reader is done. An unfinished request is cancelled."""
         if not stream.finished:
             stream.abandon()
             self.cancel_stream(stream)
 
 
 class CallStreams:
-    """Submits all requests of a call, or none; `end` it, however the call ends.
+    """Submits all requests of a call, or none. Always call `end`, however the call ends.
 
     Args:
         requests: the way to the engine.
-        wanted: one a prompt.
-        record: of the call, whose caller they count for.
+        wanted: one request for each prompt.
+        record: the call's record; the requests count for its caller.
 
     Raises:
-        RateLimited: the caller may not have as many now.
-        TooManyRequests: the caller may never have as many.
-        Exception: what `EngineRequests.open_stream` raises.
+        RateLimited: If the caller may not have as many now.
+        TooManyRequests: If the caller may never have as many.
+        Exception: As `EngineRequests.open_stream` raises.
     """
 
     def __init__(
@@ -491,13 +497,13 @@ class CallStreams:
             raise
 
     def end(self) -> None:
-        """Whatever is unfinished is cancelled."""
+        """Ends all streams; unfinished requests are cancelled."""
         for stream in self.streams:
             self._requests.end_stream(stream)
 
 
 def _numbered(name: str, place: int) -> str:
-    """The first prompt has the call's own id."""
+    """The id of the request for a prompt; the first one has the call's own id."""
     if not name or not place:
         return name
     ending = f"-{place}"
@@ -505,5 +511,5 @@ def _numbered(name: str, place: int) -> str:
 
 
 def half_surrogate(error: UnicodeEncodeError) -> str:
-    """What is wrong with a text that cannot be encoded."""
+    """The message for a text that cannot be encoded."""
     return f"has U+{ord(error.object[error.start]):04X}, half a surrogate pair, which is no text"

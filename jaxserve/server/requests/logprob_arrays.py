@@ -1,4 +1,4 @@
-"""Log-probabilities that wait for a reader, in a tenth of the memory of the objects."""
+"""Log-probabilities that wait for a reader, in a tenth of the memory of their objects."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxserve.engine.output import TokenLogprobs
 
 @dataclass
 class LogprobArrays:
-    """Ids and values of all tokens in one array each, the token's own before its top ones, and how
-    many there are of each token."""
+    """One array of ids and one of values for all tokens, each token's own entry before its top
+    ones, and the number of entries for each token."""
 
     _ids: array[int] = field(default_factory=lambda: array("i"))
     _values: array[float] = field(default_factory=lambda: array("d"))
     _counts: array[int] = field(default_factory=lambda: array("i"))
 
     def add(self, entries: Sequence[TokenLogprobs]) -> int:
-        """Appends them; the bytes that they take."""
+        """Appends entries. Returns the bytes that they take."""
         before = len(self._ids)
         for entry in entries:
             self._counts.append(1 + len(entry.top))
@@ -30,13 +30,13 @@ class LogprobArrays:
         return logprobs_bytes(len(entries), len(self._ids) - before)
 
     def extend(self, later: LogprobArrays) -> None:
-        """Appends later ones of the same continuation."""
+        """Appends later entries of the same continuation."""
         self._counts += later._counts
         self._ids += later._ids
         self._values += later._values
 
     def entries(self) -> list[TokenLogprobs]:
-        """One a token."""
+        """One entry for each token."""
         found, begin = [], 0
         for count in self._counts:
             end = begin + count
@@ -47,5 +47,5 @@ class LogprobArrays:
 
 
 def logprobs_bytes(tokens: int, values: int) -> int:
-    """Bytes that the values of so many tokens take, their own and their top ones."""
+    """Bytes of the values of this many tokens, including their top ones."""
     return 12 * values + 4 * tokens

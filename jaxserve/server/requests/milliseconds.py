@@ -1,4 +1,4 @@
-"""Times and targets as every frontend tells them, in milliseconds."""
+"""Times and targets in milliseconds, as every frontend reports them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.sched.slo.verdict import Verdict
 
 
 def timings_ms(timings: Timings) -> dict[str, float | None]:
-    """What a client is told of a continuation's latencies."""
+    """The latencies of a continuation, as clients get them."""
     told = {
         name: getattr(timings, name) for name in ("preprocess", "queue", "ttft", "tbt", "total")
     }
@@ -20,14 +20,14 @@ def timings_ms(timings: Timings) -> dict[str, float | None]:
 
 
 def targets_ms(slo: SLO) -> dict[str, float]:
-    """The targets that there are."""
+    """The targets that are set."""
     targets = ((name, getattr(slo, name)) for name in ALL_TARGETS)
     return {f"{name}_ms": target * 1000 for name, target in targets if target is not None}
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    """Which targets there were and which were met, and what is wrong with them; the client's lines
-    of answers have the same."""
+    """Which targets were set, which were met, and the problems with them; the client's records have
+    the same."""
     judged = {f"{name}_ms": getattr(verdict, name) for name in ALL_TARGETS}
     return {
         "targets": targets_ms(verdict.slo),

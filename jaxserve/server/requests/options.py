@@ -1,4 +1,4 @@
-"""How calls are treated at every frontend, from the config."""
+"""How every frontend treats calls, from the config."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class ResponseLimits:
-    """How much is kept of responses that may be asked for later.
+    """Limits on stored responses.
 
     Attributes:
-        count: how many.
-        bytes: what all of them take; 0 keeps none.
-        keep_s: seconds after which one is forgotten.
-        key_share: what an API key may have of both.
+        count: most responses.
+        bytes: bytes of all of them; 0 stores none.
+        keep_s: seconds after which a response is deleted.
+        key_share: share of both that an API key may have.
     """
 
     count: int = 10_000
@@ -30,21 +30,21 @@ class ResponseLimits:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How calls are treated at every frontend, mostly as in the config's `server` and `telemetry`.
+    """How every frontend treats calls, mostly as in the config's `server` and `telemetry`.
 
     Attributes:
         max_calls: calls open at once; 0 is any number.
         stream_buffer_bytes: output that may wait for the reader of one call.
         write_timeout_s: seconds that a client may take to read a message.
-        stall_s: seconds without a finished step, though there are requests, after which the engine
-            counts as stalled; 0 never.
+        stall_s: seconds without a finished step after which an engine with requests counts as
+            stalled; 0 never.
         exit_on_failure: whether the server stops once the engine has failed or stalled.
         refuse_late: as `server.refuse_late`; 0 refuses nobody.
         request_log: whether to log a line for each call.
-        log_prompts: whether those lines have prompts and generated texts.
+        log_prompts: whether those lines include prompts and generated texts.
         reflection: whether to offer gRPC server reflection.
         lora_root: as `lora.root`; "" loads no adapters over HTTP.
-        responses: how much is kept of responses.
+        responses: limits on stored responses.
         scoring: how pairs of texts are scored.
     """
 
@@ -63,7 +63,7 @@ class ServerOptions:
 
 
 def server_options(config: Config) -> ServerOptions:
-    """The options that a config has. Raises ConfigError where a file cannot be used."""
+    """The options in a config. Raises ConfigError if a file cannot be used."""
     server = config.server
     return ServerOptions(
         max_calls=server.max_calls or config.scheduler.max_queue + config.scheduler.max_rows,

@@ -22,8 +22,8 @@ from jaxserve.server.requests.logprob_arrays import LogprobArrays
 FAILED = "the engine failed"
 BUFFER_BYTES = 1 << 20
 MAX_DELTA_BYTES = 64 << 10
-"""Beyond it begins another message, so that each is well below the 4 MiB that gRPC clients take,
-and one that nobody reads is small."""
+"""A message is closed beyond this size, so that it stays well below the 4 MiB that gRPC clients
+accept, and an unread message is small."""
 _TOKEN_BYTES = 40  # an int, and its place in a list
 
 
@@ -49,7 +49,7 @@ class SlowReader(RuntimeError):
 
 @dataclass
 class Delta:
-    """Output of one continuation that has not been sent to the client yet.
+    """Output of one continuation that was not sent to the client yet.
 
     Attributes:
         index: which of the n continuations.
@@ -57,7 +57,7 @@ class Delta:
         text: new pieces of text, in order.
         last: the output that finished the continuation; None while more is to come.
         expected_missed: as `Output`.
-        size: memory that it takes, about, in bytes.
+        size: its approximate memory in bytes.
     """
 
     index: int
@@ -99,7 +99,7 @@ class Delta:
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprobs]:
-        """One entry for each of the next tokens of the prompt, from the second on, likewise."""
+        """One entry for each further prompt token, from the second token on, if asked for."""
         return self._prompt_logprobs.entries()
 
 
@@ -127,7 +127,7 @@ class Stream:
         self._record = record
         self._unfinished = set(range(n))
         self._pending: deque[Delta] = deque()
-        self._growing: dict[int, Delta] = {}  # by index, the pending one that more is added to
+        self._growing: dict[int, Delta] = {}  # by index, the pending delta that grows
         self._size, self._most = 0, buffer_bytes
         self._cancel = cancel
         self._error: Exception | None = None
@@ -149,7 +149,7 @@ class Stream:
         if self._abandoned:
             return
         if output.finish_reason is FinishReason.ERROR:
-            if not self.finished:  # the others of the n go with it
+            if not self.finished:  # the request's other continuations end with it
                 self._cancel()
             kind = StreamFailed if output.engine_failed else RequestFailed
             self.fail(output.error or FAILED, kind)
@@ -161,7 +161,7 @@ class Stream:
         before = delta.size
         delta.add(output)
         self._size += delta.size - before
-        # One message may always wait, however large the text of a step is.
+        # One message may always wait, however large a step's text is.
         if self._size > self._most and len(self._pending) > 1:
             self._overflow()
         self._news.set()
@@ -195,7 +195,7 @@ class Stream:
         self._growing.clear()
 
     async def next(self) -> Delta | None:
-        """The oldest pending delta, of whichever continuation; None at the end.
+        """The oldest pending delta of any continuation; None at the end.
 
         Raises the error that the stream failed with, such as SlowReader.
         """
@@ -286,12 +286,13 @@ class OutputRouter:
             self._wake_pending = True
             try:
                 self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nobody is left to tell
+            except RuntimeError:  # the loop is closed: no reader is left
                 self._inbox.clear()
                 self._wake_pending = False
 
     def _deliver(self) -> None:
-        # Cleared before the inbox is emptied, so that an output appended meanwhile wakes us again.
+        # Cleared before the inbox is emptied, so that an output appended meanwhile wakes the loop
+        # again.
         self._wake_pending = False
         while self._inbox:
             output = self._inbox.popleft()

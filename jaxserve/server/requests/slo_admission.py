@@ -13,7 +13,7 @@ from jaxserve.server.requests.engine_client import EngineClient
 
 
 class ExpectedLate(RuntimeError):
-    """The first token is expected too late; try again later.
+    """The first token is expected after its target; try again later.
 
     Args:
         field_name: the target, such as "slo.ttft_ms".
@@ -27,14 +27,14 @@ class ExpectedLate(RuntimeError):
 
 
 def check_expected(engine: EngineClient, request: Request, share: float) -> None:
-    """Raises ExpectedLate if the request is to be refused now. share: as `server.refuse_late`; 0
+    """Raises ExpectedLate if the request should be refused now. share: as `server.refuse_late`; 0
     refuses nobody."""
     name, target = first_target(request.slo)
     if not share or target == math.inf:
         return
     wait = engine.expected_wait(request)
     if is_late(wait, request, share):
-        # Not all of them at once.
+        # Random, so that clients do not all come back at once.
         again = retry_s(wait, request, share) * random.uniform(1.0, 1.5)
         raise ExpectedLate(f"slo.{name}_ms", _comparison(wait, target, share), again)
 

@@ -1,4 +1,5 @@
-"""SLO classes: the config's named targets, and how a request combines one with its own."""
+"""SLO classes: named targets in the config, and how a request combines a class with its own
+targets."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class ServiceLevel:
         slo: targets.
         tier: the tier.
         slo_class: name of the class.
-        value: as `Request`; a class's alone, no request can say one.
+        value: as in `Request`; only a class can set it, not a request.
     """
 
     slo: SLO = _NO_TARGETS
@@ -36,7 +37,8 @@ class ServiceLevel:
     value: float = 1.0
 
     def with_own(self, slo: SLO, tier: Tier | None) -> ServiceLevel:
-        """Overrides single targets, and the tier unless it is None, with a request's own."""
+        """The level with a request's own targets in place of the class's, and its tier unless that
+        is None."""
         own = {name: getattr(slo, name) for name in ALL_TARGETS}
         given = {name: target for name, target in own.items() if target is not None}
         merged = dataclasses.replace(self.slo, **given)
@@ -44,8 +46,8 @@ class ServiceLevel:
 
 
 def own_targets(milliseconds: Mapping[str, float]) -> SLO:
-    """A request's own targets in seconds. milliseconds: by the frontends' names, such as `ttft_ms`.
-    Raises InvalidRequest, naming the target, for a time that is not positive."""
+    """A request's own targets in seconds. milliseconds: targets by the frontends' names, such as
+    `ttft_ms`. Raises InvalidRequest, naming the target, for a time that is not positive."""
     for name, value in milliseconds.items():
         if not (math.isfinite(value) and value / 1000 > 0):
             raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
@@ -59,19 +61,21 @@ def requested_level(
     slo_class: str,
     caller: Caller | None,
 ) -> ServiceLevel:
-    """What a request gets: what it says itself, then what its call's headers say, then its class,
-    then what its API key says of requests that name no class, within the key's limits.
+    """The service level of a request. The request's own fields come first, then its call's headers,
+    then its class, then its API key's defaults for requests without a class; all within the key's
+    limits.
 
     Args:
-        classes: the server's, by name.
-        slo: targets that the request gives.
-        tier: the tier that it gives; None without one.
-        slo_class: the class that it names; "" without one. NO_CLASS is none, whatever the key says.
+        classes: the server's classes, by name.
+        slo: the request's own targets.
+        tier: the request's tier; None without one.
+        slo_class: the class that it names; "" without one. NO_CLASS is no class, whatever the key
+            says.
         caller: the client; None for the server's own requests.
 
     Raises:
-        InvalidRequest: there is no such class, a header is no time, the tier is too high for the
-            key, or a target too tight.
+        InvalidRequest: If there is no such class, a header is not a time, or the tier is too high
+            or a target too tight for the key.
     """
     key = None if caller is None else caller.key
     said = header_targets(() if caller is None else caller.target_headers)
@@ -87,8 +91,8 @@ def requested_level(
 
 
 def _default_level(classes: Mapping[str, ServiceLevel], key: ApiKey) -> ServiceLevel:
-    """Of a request that names no class. Targets tighter than the key may ask for are loosened: the
-    client has not asked for them."""
+    """The level of a request that names no class. Targets tighter than the key allows are loosened,
+    since the client has not asked for them."""
     level = _with_tier(find_slo_class(classes, key.slo_class), key)
     given = {name: getattr(level.slo, name) for name in ALL_TARGETS}
     loose = {n: max(t, getattr(key, _bound(n)) / 1000) for n, t in given.items() if t is not None}
@@ -101,25 +105,25 @@ def _with_tier(level: ServiceLevel, key: ApiKey) -> ServiceLevel:
 
 
 def _bound(target: str) -> str:
-    """The key's limit of a target; of a TBT, whichever, it is the same."""
+    """The key's limit for a target; both TBT targets have the same limit."""
     return f"min_{target.removeprefix('max_')}_ms"
 
 
 def _permitted(
     asked: ServiceLevel, key: ApiKey, *, said: bool, of_headers: Mapping[str, str]
 ) -> ServiceLevel:
-    """What it asks for, limited to what its API key may ask for.
+    """The requested level, limited to what the API key allows.
 
     Args:
-        asked: what it asks for, combined with its class.
-        key: its API key.
-        said: whether it names a tier or a class. If not, a tier that is too high is lowered. A
-            class's value is lowered to the key's.
-        of_headers: the headers that targets come from, by target; the others come from the body or
-            the class.
+        asked: the requested level, combined with its class.
+        key: the API key.
+        said: whether the request names a tier or a class. If not, a tier that is too high is
+            lowered. A class's value is lowered to the key's.
+        of_headers: the headers that set targets, by target; other targets come from the body or the
+            class.
 
     Raises:
-        InvalidRequest: the tier is too high, or a target too tight.
+        InvalidRequest: If the tier is too high, or a target too tight.
     """
     if key.tier == BEST_EFFORT and asked.tier is Tier.REALTIME:
         if said:
@@ -162,7 +166,7 @@ def _parsed(name: str, text: object) -> ServiceLevel:
 
 
 def find_slo_class(classes: Mapping[str, ServiceLevel], name: str) -> ServiceLevel:
-    """The class with that name; "" and NO_CLASS are none. Raises InvalidRequest, which lists the
+    """The class with that name; empty for "" and NO_CLASS. Raises InvalidRequest, which lists the
     classes."""
     if name in ("", NO_CLASS):
         return ServiceLevel()

@@ -1,8 +1,7 @@
-"""Targets in the headers of calls and answers, or their gRPC metadata, by the names that gateways
-give them.
+"""Targets in the headers or gRPC metadata of calls and answers, by the names that gateways use.
 
-`x-slo-ttft-ms` and `x-slo-tpot-ms` are those of the Gateway API's Inference Extension; llm-d's own
-name for the same wins over them, as in its router. Answers have the names without `llm-d`.
+`x-slo-ttft-ms` and `x-slo-tpot-ms` are the names of the Gateway API's Inference Extension; llm-d's
+own names for the same override them, as in its router. Answers use the names without `llm-d`.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TARGET_HEADERS: Mapping[str, str] = MappingProxyType(
         "max_tbt": "x-slo-max-tbt-ms",
     }
 )
-"""By the field of `SLO`."""
+"""The headers of a target, by the field of `SLO`."""
 _LLM_D = {"ttft": "x-llm-d-slo-ttft-ms", "tbt": "x-llm-d-slo-tpot-ms"}
 _CLASS, _TIER, _MET, _TIMING = "x-slo-class", "x-slo-tier", "x-slo-met", "server-timing"
 _UNENFORCED, _MAX_UNENFORCED = "x-schema-not-enforced", 1000
@@ -38,21 +37,21 @@ Headers = Sequence[tuple[str, str]]
 
 
 class HeaderTargets(NamedTuple):
-    """What headers say. names: the header of each target that there is, by the field of `SLO`."""
+    """The targets in headers. names: the header that set each target, by the field of `SLO`."""
 
     slo: SLO
     names: Mapping[str, str]
 
 
 def target_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Headers:
-    """Those of a call's headers, with names in lower case, that are about targets, as they came."""
+    """The headers of a call that set targets, unparsed, with names in lower case."""
     found = ((_text(name), value) for name, value in headers)
     return [(name, _text(value)) for name, value in found if name in _NAMES]
 
 
 def header_targets(headers: Headers) -> HeaderTargets:
-    """The targets in them. Raises InvalidRequest, which names the header, for one that is there
-    twice or is no time."""
+    """Parses the targets. Raises InvalidRequest, which names the header, for a header that occurs
+    twice or is not a time."""
     given: dict[str, float] = {}
     for name, value in headers:
         if name in given:
@@ -71,17 +70,17 @@ def header_targets(headers: Headers) -> HeaderTargets:
 
 
 def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, str]]:
-    """What an answer says of its requests' targets: which were in force, and once all is over what
-    came of them; and of a schema's keywords that its text is not held to. Nothing of a call that
-    had no requests.
+    """The answer's headers about its requests' targets: which were in force, and at the end which
+    were met. Also the schema's keywords that the text is not held to. Empty for a call without
+    requests.
 
     Args:
-        record: of the call.
+        record: the call's record.
         ended: whether all its continuations have ended.
     """
     if not record.requests:
         return
-    first = record.requests[0]  # the others have the same
+    first = record.requests[0]  # all requests have the same targets
     yield _CLASS, first.slo_class
     yield _TIER, first.tier.name.lower()
     slo = first.slo.with_max_tbt()
@@ -89,7 +88,7 @@ def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, st
         if (seconds := getattr(slo, target)) is not None:
             yield name, f"{1000 * seconds:.15g}"
     if record.unenforced:
-        # A place may be of any length, and there may be thousands.
+        # Places may have any length, and there may be thousands.
         few = record.unenforced[:_MAX_UNENFORCED]
         places = [quote(each[:_MAX_UNENFORCED], safe="$") for each in few]
         yield _UNENFORCED, ", ".join(places)[:_MAX_UNENFORCED]

@@ -1,4 +1,4 @@
-"""The connections of one door: at most so many, and who has to go for the next one."""
+"""The connections of one port: bounds their number, and chooses which one to drop for the next."""
 
 from __future__ import annotations
 
@@ -8,33 +8,34 @@ from contextlib import contextmanager
 
 from jaxserve.server.requests.admission import Overloaded
 
-_NEWCOMERS = 4  # one place of so many is for those of whom nothing is known yet
+_NEWCOMERS = 4  # one place of so many is for newcomers
 
 
 class Standing(enum.IntEnum):
-    """What is known of who has it; the first has to go first."""
+    """What is known of a connection's client; the lowest is dropped first."""
 
     STRANGER = 0
-    KNOWN = 1  # has shown a key, where one is needed, or has asked for health
-    CALLING = 2  # has a call that was let in
+    KNOWN = 1  # has sent a valid key, if one is needed, or asked for health
+    CALLING = 2  # has an admitted call
 
 
 class Connections:
-    """At most `limit`, on the event loop's thread. For one more the longest silent stranger is
-    dropped, else the longest silent of those who are known; never one with a call. A quarter of
-    the places is for strangers, else those who are known could keep all others out."""
+    """At most `limit` connections; used on the event loop's thread. To make room for a new one, the
+    stranger that was silent longest is dropped, or else the known client that was silent longest;
+    never one with a call. A quarter of the places is for strangers, since otherwise known clients
+    could keep all others out."""
 
     def __init__(self, limit: int) -> None:
         self._newcomers = max(1, limit // _NEWCOMERS)
         self.limit = limit
-        # By when they were last heard of, the longest silent first.
+        # In the order of their last message, the longest silent first.
         self._places: dict[Standing, dict[Place, None]] = {each: {} for each in Standing}
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))
 
     def enter(self, drop: Callable[[], object]) -> Place:
-        """A new one. drop: closes it at once."""
+        """The place of a new connection. drop: closes the connection at once."""
         place = Place(self, drop)
         self.put(place, Standing.STRANGER)
         if len(self) > self.limit:
@@ -46,26 +47,26 @@ class Connections:
         return place
 
     def check_room(self) -> None:
-        """Raises Overloaded where one more call would leave no place for those who come."""
+        """Raises Overloaded if one more call would leave no place for newcomers."""
         calling = len(self._places[Standing.CALLING])
         if calling >= self.limit - self._newcomers:
             problem = f"{calling} connections have calls, as many as open files allow (ulimit -n)"
             raise Overloaded(f"{problem}; try again later")
 
     def put(self, place: Place, standing: Standing) -> None:
-        """It has that standing now, and has just been heard of."""
+        """Sets the standing of a place that has just sent something."""
         self._places[place.standing].pop(place, None)
         place.standing = standing
         self._places[standing][place] = None
 
     def remove(self, place: Place) -> None:
-        """It is none any more."""
+        """Removes a place."""
         self._places[place.standing].pop(place, None)
 
 
 class Place:
-    """One connection's. drop: closes it at once; that changes once a handshake is over. Without
-    `connections` nobody counts it."""
+    """The place of one connection. drop: closes the connection at once; replaced after the TLS
+    handshake. Without `connections` the place is not counted."""
 
     def __init__(
         self, connections: Connections | None = None, drop: Callable[[], object] = lambda: None
@@ -74,16 +75,16 @@ class Place:
         self.standing = Standing.STRANGER
 
     def heard(self) -> None:
-        """It has said something."""
+        """The client has sent something."""
         self._be(self.standing)
 
     def known(self) -> None:
-        """Whoever has it may call, or has asked for health."""
+        """The client may call, or has asked for health."""
         self._be(max(self.standing, Standing.KNOWN))
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """While it has a call. Raises Overloaded."""
+        """The context of a call. Raises Overloaded."""
         if self._connections is not None:
             self._connections.check_room()
         self._be(Standing.CALLING)
@@ -93,7 +94,7 @@ class Place:
             self._be(Standing.KNOWN)
 
     def leave(self) -> None:
-        """It is closed."""
+        """The connection is closed."""
         if self._connections is not None:
             self._connections.remove(self)
         self._connections = None

@@ -23,9 +23,9 @@ from jaxserve.server.requests.addresses import bind_sockets, bracketed_host
 log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
-_AT_ONCE = 16  # connections that are accepted before all else has its turn
+_AT_ONCE = 16  # connections that are accepted in one turn of the loop
 _HANDSHAKE_S = 10.0
-_AGAIN_S = 1.0  # after there was no file for a connection
+_AGAIN_S = 1.0  # until the next try if files have run out
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -37,7 +37,7 @@ class HttpServer:
         port: 0 takes a free one.
         tls: None listens in the clear.
         field: the config's field with the port, for errors.
-        connections: open at once at most; None for as many as open files allow.
+        connections: most connections at once; None for as many as open files allow.
 
     Raises:
         ConfigError: the port is taken.
@@ -54,7 +54,7 @@ class HttpServer:
     ) -> None:
         self._host = host
         self._context = None if tls is None else tls.context()
-        try:  # from now on callers wait, until the server takes them
+        try:  # from now on connections queue until the server takes them
             self._sockets = bind_sockets(host, port, _BACKLOG)
         except OSError as error:
             where = f"cannot listen on {host}:{port} ({error.strerror})"
@@ -62,17 +62,17 @@ class HttpServer:
         self._connections = Connections(connections or connections_of_a_door())
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._accepting: set[asyncio.Task[None]] = set()  # those of the sockets, and handshakes
+        self._accepting: set[asyncio.Task[None]] = set()  # accepting sockets, and handshakes
 
     @property
     def address(self) -> str:
-        """Where it listens, as "host:port"."""
+        """The address that it listens on, as "host:port"."""
         port = self._sockets[0].getsockname()[1]
         return f"{bracketed_host(self._host)}:{port}"
 
     def start(self, app: ASGIApp, write_timeout_s: float) -> None:
-        """Starts to take calls. write_timeout_s: where the system supports it, connections whose
-        client reads nothing for so long are dropped."""
+        """Starts to take calls. write_timeout_s: if the system supports it, connections are dropped
+        whose client reads nothing for this long."""
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections inherit it
             timeout = round(write_timeout_s * 1000)
             for listener in self._sockets:
@@ -82,28 +82,28 @@ class HttpServer:
             loop="none",
             http=Connection,
             lifespan="off",
-            ws="none",  # whatever is installed
+            ws="none",  # even if a library is installed
             log_config=None,
-            log_level="critical",  # what goes wrong is logged by whoever knows what it is
+            log_level="critical",  # errors are logged where they are understood
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
         )
         config.load()
         self._server = uvicorn.Server(config)
-        # Not `serve`: signals are the process's affair. It has no sockets: asyncio, which it would
-        # have accept, logs and tries again thousands of times a second where there are no files.
+        # Not `serve`, since the process handles signals. uvicorn gets no sockets either: it would
+        # let asyncio accept, which logs and retries thousands of times a second when files run out.
         self._serving = asyncio.create_task(self._server._serve([]))
         for listener in self._sockets:
             self._spawn(self._accept(listener, self._server))
 
     def close(self) -> None:
-        """Frees the port where `start` was never called."""
+        """Frees the port if `start` was never called."""
         for listener in self._sockets:
             listener.close()
 
     async def stop(self, patience: float) -> None:
-        """Takes no more calls; those that run get `patience` seconds for their last words."""
+        """Takes no more calls; running calls get `patience` seconds to finish."""
         for task in list(self._accepting):
             task.cancel()
         self.close()
@@ -119,7 +119,7 @@ class HttpServer:
         task.add_done_callback(self._accepting.discard)
 
     async def _accept(self, listener: socket.socket, server: uvicorn.Server) -> None:
-        """Makes connections of whoever comes."""
+        """Accepts connections."""
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         for accepted in itertools.count(1):
@@ -128,7 +128,7 @@ class HttpServer:
             except OSError as error:
                 if error.errno in _NO_FILES:
                     log.warning("nobody can connect: %s", error.strerror)
-                # Of the others, most are one connection's alone.
+                # Most other errors concern a single connection.
                 await asyncio.sleep(_AGAIN_S if error.errno in _NO_FILES else 0)
                 continue
             self._spawn(self._connect(connection, server))
@@ -136,7 +136,7 @@ class HttpServer:
                 await asyncio.sleep(0)
 
     async def _connect(self, connection: socket.socket, server: uvicorn.Server) -> None:
-        """With TLS, whose handshakes count as connections, too."""
+        """Makes a connection, with TLS if it is on. Handshakes count as connections, too."""
         task = asyncio.current_task()
         assert task is not None
         place = self._connections.enter(task.cancel)
@@ -150,5 +150,5 @@ class HttpServer:
             )
         except (OSError, asyncio.CancelledError) as error:
             place.leave()
-            if not isinstance(error, OSError):  # which is a handshake that failed
+            if not isinstance(error, OSError):  # an OSError is a failed handshake
                 raise

@@ -1,4 +1,4 @@
-"""One connection: what uvicorn makes of its bytes, with limits on what clients may do with it."""
+"""One connection: uvicorn's protocol, with limits on what clients may do."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from jaxserve.server.http.transport.connections import Place
 HEAD_BYTES = 16 << 10
 """A request line and its headers. uvicorn's other parsers have no such limit."""
 LOST = "jaxserve.lost"
-"""In the `state` of a call's scope once its connection is lost: why, as asyncio has it. It is a
-TimeoutError where the client has taken nothing for server.write_timeout_s."""
+"""Key in the `state` of a call's scope, set once its connection is lost: asyncio's exception. It is
+a TimeoutError if the client has read nothing for server.write_timeout_s."""
 PLACE = "jaxserve.place"
-"""In the same: the connection's Place."""
+"""Key in the same `state`: the connection's Place."""
 REQUEST_ID = "jaxserve.x_request_id"
-"""In the same: what the answer's x-request-id says."""
+"""Key in the same `state`: the answer's x-request-id."""
 ARRIVED = "jaxserve.arrived"
-"""In the same: when the call's head had been read, as time.monotonic() has it."""
-HEAD_S = 30.0  # from its first byte, or the connection's beginning, to its last
-LINGER_S = 2.0  # what a client gets to read an answer that ends the connection
+"""Key in the same `state`: when the call's head had been read, by time.monotonic()."""
+HEAD_S = 30.0  # to read a head, from its first byte or the connection's beginning
+LINGER_S = 2.0  # for a client to read an answer that ends the connection
 _LONG_HEAD = f"the head: at most {HEAD_BYTES:,} bytes are taken"
 _X_REQUEST_ID = b"x-request-id"
 _SANE_ID = re.compile(rb"[!-~]{1,128}")
-_CHUNKS, _CHUNK_BYTES = 4096, 64  # a body's many chunks have so many bytes in the mean, at least
+_CHUNKS, _CHUNK_BYTES = 4096, 64  # least bytes per chunk if there are many chunks
 
 
 class _Framing(h11.Connection):
-    """h11's, stricter about where a request ends (RFC 9112 sections 6.1 and 11.2) and how much of
-    it there is, and with x-request-id in every answer. state: for the scopes of calls. problem:
-    with what came, for the client."""
+    """h11's parser, stricter about where a request ends (RFC 9112 sections 6.1 and 11.2) and about
+    its size, and with x-request-id in every answer. state: state for the scopes of calls. problem:
+    message for the client about a malformed request."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__(h11.SERVER, HEAD_BYTES)
@@ -65,7 +65,7 @@ class _Framing(h11.Connection):
             if not any(name == _X_REQUEST_ID for name, _ in headers):
                 own = self._state.get(REQUEST_ID) or _own_id()
                 headers.append((_X_REQUEST_ID, own.encode()))
-            if self.their_state is h11.SEND_BODY:  # what comes of it is for nobody
+            if self.their_state is h11.SEND_BODY:  # nobody will read the rest
                 headers.append((b"connection", b"close"))
             event = h11.Response(
                 status_code=event.status_code, headers=headers, reason=event.reason
@@ -104,9 +104,9 @@ class _Framing(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """Closes itself where a head takes longer than HEAD_S, for which uvicorn waits for ever, and
-    where an answer leaves before its request is whole; what else comes then is not read. It may
-    be closed for others' sake: `place`."""
+    """A connection that closes itself if a head takes longer than HEAD_S (uvicorn waits for ever),
+    and if an answer ends before its request is complete; the rest of the request is then not read.
+    `place` may close it to make room for others."""
 
     def __init__(self, *arguments: Any, place: Place, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -131,7 +131,7 @@ class Connection(H11Protocol):
         while begin < len(data):
             if self.transport.is_closing():
                 return
-            # Heads in pieces, since h11 has no limit on one that comes at once.
+            # Feeds heads in pieces, since h11 does not limit a head that comes at once.
             whole = self.conn.their_state is h11.SEND_BODY
             end = len(data) if whole else begin + HEAD_BYTES
             super().data_received(data[begin:end])
@@ -144,7 +144,7 @@ class Connection(H11Protocol):
             self._wait(HEAD_S)
 
     def send_400_response(self, msg: str) -> None:
-        """As uvicorn has it, and says what is wrong; an answer that has begun breaks off."""
+        """As uvicorn's, but says what is wrong. An answer that has begun is cut off."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
@@ -163,8 +163,9 @@ class Connection(H11Protocol):
         self._place.leave()
 
     def close(self) -> None:
-        """Once what was written has gone. A client that is still sending, and whose bytes were
-        left unread, would hear of a reset in place of the answer (RFC 9112 section 9.6)."""
+        """Closes once all written bytes were sent. If it closed at once while a client is still
+        sending, unread bytes would cause a reset and the client would lose the answer (RFC 9112
+        section 9.6)."""
         unread = self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if self.lingers or not unread or self._real.is_closing():
             self._real.close()
@@ -190,7 +191,7 @@ class Connection(H11Protocol):
 
 
 class _Lingering:
-    """A connection's transport, for uvicorn, whose `close` is the connection's."""
+    """A connection's transport for uvicorn, with the connection's own `close`."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection, self._real = connection, connection._real

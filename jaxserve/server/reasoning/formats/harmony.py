@@ -20,8 +20,8 @@ _ANSWERS = tuple(f"{_CHANNEL}final{form}{_MESSAGE}" for form in ("", " <|constra
 
 
 class _Parser(ReasoningParser):
-    """What is said in `analysis` is thought. Messages to somebody, which are calls, stay as they
-    are written; of all others only their text is told, in lines of their own."""
+    """Text in the channel `analysis` is thought. Messages with a recipient are calls and pass as
+    they are written. Of all other messages only the text passes, each on its own line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class _Parser(ReasoningParser):
             begin = yield from self._literal(_ROLE, _START)
             head = yield from self._literal(*_HEADS)
             header = (yield from self._header()) if head else None
-            if header is None:  # no message
+            if header is None:  # not a message
                 self._content(begin + head)
                 yield from self._body(self._content, _CHANNEL, _START)
                 continue
             rest, mark = header
             known = _KNOWN.fullmatch(head + rest)
-            if mark != _MESSAGE:  # one without a text
+            if mark != _MESSAGE:  # a message without a text
                 if known is None:
                     self._content(head + rest + mark)
             elif known is None:
@@ -57,8 +57,8 @@ class _Parser(ReasoningParser):
                 yield from self._body(self._content, _CHANNEL, _START, *_ENDS)
 
     def _header(self) -> Steps[tuple[str, str] | None]:
-        """What stands before a message's text, or where there is none before its end; and which of
-        them that is, which is read, too. None if it is no header."""
+        """The header before a message's text, or before its end if it has no text, and the mark
+        that follows, which is read, too. None if it is not a header."""
         while True:
             at = [(self._held.find(mark, 0, _MOST), mark) for mark in (_MESSAGE, _START, *_ENDS)]
             found = min((each for each in at if each[0] >= 0), default=None)
@@ -73,7 +73,8 @@ class _Parser(ReasoningParser):
             yield
 
     def _body(self, tell: Callable[[str], None], *ends: str) -> Steps[str]:
-        """Up to one of these, which is returned; it is read if no message begins with it."""
+        """Reads the text up to the next mark and returns the mark. The mark is read, too, unless it
+        begins a message."""
         end = (yield from self._up_to(ends, tell)) or ""
         if end in (_CHANNEL, _START):
             self._held, end = end + self._held, ""
@@ -87,7 +88,7 @@ class _Parser(ReasoningParser):
 
 @register
 class Harmony(ReasoningFormat):
-    """Every text is a list of messages, and each says in which channel it is."""
+    """A text is a list of messages, and each message names its channel."""
 
     name = "harmony"
     signs = ("<|channel|>analysis", "<|channel|>final")
@@ -104,7 +105,7 @@ class Harmony(ReasoningFormat):
         return made
 
     def span(self, prompt: str, calls: Calls = Calls.NONE) -> Span | None:
-        """See `ReasoningFormat`. All is thought up to the answer."""
+        """See `ReasoningFormat`. Everything before the answer is thought."""
         if calls is Calls.ONLY:
             return Span((f"{_CHANNEL}analysis{_MESSAGE}",), (_ROLE,), f"{_ENDS[0]}{_ROLE}")
         if prompt.endswith(_ANSWERS):

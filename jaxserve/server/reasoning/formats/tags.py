@@ -1,4 +1,4 @@
-"""A thought between two tags: most families."""
+"""A thought between two tags, as most families write it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import ClassVar
 from jaxserve.server.reasoning.parser import TaggedParser
 from jaxserve.server.reasoning.registry import Calls, ReasoningFormat, Span, register
 
-_TAIL = 256  # of a prompt, characters that are looked at
+_TAIL = 256  # last characters of a prompt that are searched
 
 
 class Tagged(ReasoningFormat):
-    """Formats of one thought at the text's beginning. Some templates open it themselves, and some
-    close it, too, for a model that is not to think: the prompt then ends so.
+    """Formats with one thought at the text's beginning. Some templates open the thought at the end
+    of the prompt, and also close it if the model should not think.
 
     Attributes:
         begins: texts that open a thought; templates write the first.
@@ -72,7 +72,7 @@ class SeedOss(Tagged):
 
 @register
 class Granite(Tagged):
-    """Granite 3.2, which says in words that it thinks."""
+    """Granite 3.2, which announces its thoughts in words."""
 
     name = "granite"
     signs = ("Here is my thought process:",)

@@ -1,1 +1,1 @@
-"""Vectors and scores: prompts that nothing is generated for, many of them in a call."""
+"""Vectors and scores: many prompts in a call, none of which generates text."""

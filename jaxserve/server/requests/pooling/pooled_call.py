@@ -1,4 +1,4 @@
-"""The requests of one call that wants vectors, few of which are with the engine at once."""
+"""The requests of one call for vectors. Only a few of them are in the engine at once."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.requests.engine_requests import EngineRequests
 
 MAX_INPUTS = 2048
-"""Prompts of one call. OpenAI takes as many."""
+"""Most prompts of one call; OpenAI accepts as many."""
 MAX_INPUT_TOKENS = 300_000
-"""Of all prompts of a call together, likewise."""
+"""Most tokens of all prompts of a call, likewise."""
 AT_ONCE = 128
-"""Requests of a call that the engine has at once, as many as a call for completions has."""
+"""Most requests of a call in the engine at once; as many as a call for completions may have."""
 
 
 class PooledCall:
-    """Serves the requests of one call. The caller's key has at most as many running at once as it
-    may; the others wait here.
+    """Serves the requests of one call. At most as many run at once as the caller's key allows; the
+    others wait here.
 
     Args:
         requests: the way to the engine.
         wanted: at least one request.
-        record: of the call, whose caller they count for.
+        record: the call's record; the requests count for its caller.
 
     Raises:
-        RateLimited: the caller may not have as many now.
+        RateLimited: If the caller may not have as many now.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class PooledCall:
         record.charge(wanted, at_once=self._at_once)
 
     async def outputs(self) -> list[Output]:
-        """The last output of each, with what it has pooled, in their order.
+        """The last output of each request, with its pooled values, in order.
 
         Raises:
-            QueueFull: the engine's queue is full, and this call has nothing in it.
-            Exception: what `EngineRequests.open_stream` raises, or what a request fails with. The
-                others are cancelled then.
+            QueueFull: If the engine's queue is full and has no request of this call.
+            Exception: As `EngineRequests.open_stream` raises, or the error of a failed request. The
+                other requests are then cancelled.
         """
         found: list[Output | None] = [None] * len(self._wanted)
         places = iter(range(len(self._wanted)))

@@ -1,4 +1,4 @@
-"""What calls for vectors and for scores do, whichever frontend they came through."""
+"""Serves calls for vectors and for scores from any frontend."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ async def vectors(
 
     Args:
         requests: the way to the engine.
-        shared: what all inputs have in common, `pooling` among it.
-        inputs: text or token ids each.
-        field_name: of the call, in which they came.
-        record: of the call.
+        shared: the fields that all inputs share, including `pooling`.
+        inputs: the inputs, each text or token ids.
+        field_name: the call's field with the inputs.
+        record: the call's record.
 
     Raises:
-        InvalidRequest: a request cannot be served, or the answer would be too large.
-        Exception: what `PooledCall` raises.
+        InvalidRequest: If a request cannot be served, or the answer would be too large.
+        Exception: As `PooledCall` raises.
     """
     assert shared.pooling is not None
     width = shared.pooling.dimensions or requests.info().d_model
@@ -52,20 +52,21 @@ async def scores(
     template: str | None,
     record: CallRecord,
 ) -> list[tuple[float, Output | None]]:
-    """The score of each pair, and the last output of its prompt where that is for it alone.
+    """The score of each pair, and the last output of its prompt if the pair has a prompt of its
+    own.
 
     Args:
         requests: the way to the engine.
-        shared: what all prompts have in common.
-        pairs: at least one.
-        scoring: what the server says.
-        tokens: what the call says instead, as of `pair_prompts`.
+        shared: the fields that all prompts share.
+        pairs: at least one pair.
+        scoring: the server's defaults.
+        tokens: the call's tokens instead, as in `pair_prompts`.
         template: likewise.
-        record: of the call.
+        record: the call's record.
 
     Raises:
-        InvalidRequest: as of `pair_prompts`, or a request cannot be served.
-        Exception: what `PooledCall` raises.
+        InvalidRequest: As in `pair_prompts`, or if a request cannot be served.
+        Exception: As `PooledCall` raises.
     """
     usual, encode = requests.info().pooling, requests.encode_plainly
     asked = pairs, scoring, tokens, template, usual, encode
@@ -105,6 +106,6 @@ async def _outputs(
 
 
 def pooled(output: Output) -> np.ndarray:
-    """What is wanted in place of an output, which a last one has."""
+    """The pooled values of a last output."""
     assert output.pooled is not None
     return output.pooled

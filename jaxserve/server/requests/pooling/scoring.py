@@ -1,5 +1,5 @@
-"""How well pairs of texts go together: what a model says of both in one prompt, by the logits of
-some tokens, or how near their vectors are."""
+"""Scores of pairs of texts: either by the logits of some tokens after a prompt with both texts, or
+by the cosine of their vectors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
 Pair = tuple[str, str]
 Encode = Callable[[str], list[int]]
 MAX_PROMPT_CHARACTERS = 1 << 22
-"""Of all prompts of a call that are made of pairs: 14 for each of the tokens that it may have."""
+"""Most characters of all prompts made of a call's pairs: 14 for each token that the call may
+have."""
 _MAX_TEMPLATE = 1 << 16  # bytes
 _MAX_TOKEN = 1 << 10  # characters; the longest that vocabularies have are 128
 _PLACES = re.compile(r"\{(query|document)\}")
@@ -27,12 +28,12 @@ _PLACES = re.compile(r"\{(query|document)\}")
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a server scores where a call does not say.
+    """How a server scores by default.
 
     Attributes:
         template: the prompt of a pair, with {query} and {document} in it.
-        tokens: of the answer, each one token of the model: the first says that they go together.
-            None: a score is the cosine of two vectors.
+        tokens: possible answers, each one token of the model; the first means that the texts match.
+            Empty: a score is the cosine of two vectors.
     """
 
     template: str = ""
@@ -43,7 +44,7 @@ NO_TOKENS = Scoring()
 
 
 def load_scoring(file: str, tokens: str) -> Scoring:
-    """As `server.score_template` and `server.score_tokens` say. Raises ConfigError."""
+    """Reads `server.score_template` and `server.score_tokens`. Raises ConfigError."""
     name, template = "server.score_template", ""
     if file:
         try:
@@ -61,12 +62,12 @@ def load_scoring(file: str, tokens: str) -> Scoring:
 
 @dataclass(frozen=True)
 class PairPrompts:
-    """What is to be computed for some pairs.
+    """The prompts that give the scores of some pairs.
 
     Attributes:
         prompts: texts.
-        pooling: what is wanted of each.
-        _places: of each pair, the prompts that its score is made of.
+        pooling: what to compute for each prompt.
+        _places: for each pair, the indices of its prompts.
     """
 
     prompts: Sequence[str]
@@ -74,7 +75,8 @@ class PairPrompts:
     _places: Sequence[tuple[int, ...]]
 
     def scores(self, pooled: Sequence[np.ndarray]) -> list[float]:
-        """Of each pair, from 0 to 1 by tokens, from -1 to 1 by vectors. pooled: of each prompt."""
+        """The score of each pair: from 0 to 1 by tokens, from -1 to 1 by vectors. pooled: the
+        values of each prompt."""
         return [_score([pooled[place] for place in places]) for places in self._places]
 
 
@@ -89,8 +91,8 @@ def _score(of: Sequence[np.ndarray]) -> float:
 
 
 def pairs_of(first: Sequence[str], second: Sequence[str], name: str) -> list[Pair]:
-    """One with several, or as many of both. name: of the field that has the second. Raises
-    InvalidRequest."""
+    """Pairs one text with several, or equally many of both. name: name of the field of the second
+    texts. Raises InvalidRequest."""
     if len(first) == 1:
         first = [first[0]] * len(second)
     if len(first) != len(second):
@@ -107,18 +109,18 @@ def pair_prompts(
     usual: PoolingParams,
     encode: Encode,
 ) -> PairPrompts:
-    """What is to be computed for pairs of a query and a document.
+    """The prompts that give the scores of pairs of a query and a document.
 
     Args:
-        pairs: at least one.
-        scoring: what the server says.
-        tokens: what the call says instead, texts or ids; None where it does not.
+        pairs: at least one pair.
+        scoring: the server's defaults.
+        tokens: the call's tokens instead, as texts or ids; None if it has none.
         template: likewise.
-        usual: how the model's vectors are made.
-        encode: a text to token ids, without special ones.
+        usual: how the model's vectors are made by default.
+        encode: encodes a text, without special tokens.
 
     Raises:
-        InvalidRequest: there are too many pairs, a token is none or several, or there is no
+        InvalidRequest: If there are too many pairs, a text is not exactly one token, or there is no
             template with both texts in it.
     """
     at_most_entries("documents", len(pairs), MAX_INPUTS)
@@ -142,13 +144,14 @@ def pair_prompts(
 
 
 def check_template(template: str, field_name: str) -> None:
-    """Raises InvalidRequest, which names the field, unless both texts have a place in it."""
+    """Raises InvalidRequest, which names the field, unless the template has a place for both
+    texts."""
     if set(_PLACES.findall(template)) != {"query", "document"}:
         raise InvalidRequest(field_name, "must be a text with {query} and {document} in it")
 
 
 def _check_size(template: str, pairs: Sequence[Pair]) -> None:
-    """Before prompts are made: a query is in all of them, and may be there many times."""
+    """Checks the size before prompts are made: a query is in each of them, possibly many times."""
     named = _PLACES.findall(template)
     of_query, of_document = named.count("query"), named.count("document")
     size = len(template) * len(pairs) + sum(

@@ -384,7 +384,7 @@ def test_kept_and_forgotten(client: openai.OpenAI, plain: Plain, running: FakeEn
     first = client.responses.input_items.list(made.id, order="asc", limit=1).data[0]
     assert first.type == "message" and first.id == latest[-1]
     assert first.content[0].text == "a"  # type: ignore[union-attr]
-    with pytest.raises(openai.BadRequestError, match="none runs in the background"):
+    with pytest.raises(openai.BadRequestError, match="no response runs in the background"):
         client.responses.cancel(made.id)
     for query in ("stream=true", "starting_after=3", "include=a", "%00=1", "x" * 300 + "=1"):
         status, found, _ = plain.call("GET", f"{PATH}/{made.id}?{query}")

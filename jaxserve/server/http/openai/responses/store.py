@@ -72,7 +72,7 @@ class StoredResponse:
         return kept
 
     def let_go(self) -> int:
-        """The inverse of the counting; returns the bytes that are free again."""
+        """The inverse of `hold`. Returns the bytes of the turns that have no user any more."""
         turn: StoredResponse | None = self
         freed = 0
         while turn is not None:
