@@ -29,8 +29,8 @@ class Answers:
         done: line numbers that have an answer, in the order of the file.
 
     Raises:
-        ResultsError: the file to resume holds something else.
-        OSError: the file cannot be read or written.
+        ResultsError: If the file to resume holds something else.
+        OSError: If the file cannot be read or written.
     """
 
     def __init__(self, path: Path | None, prompts: Mapping[int, str], *, resume: bool) -> None:

@@ -59,8 +59,8 @@ class ResultsFile:
         failed: how many of these results are errors.
 
     Raises:
-        ResultsError: the file holds something else, or another process writes it.
-        OSError: the file cannot be read or written.
+        ResultsError: If the file holds something else, or another process writes it.
+        OSError: If the file cannot be read or written.
     """
 
     def __init__(self, path: Path, prompts: Prompts) -> None:

@@ -121,9 +121,9 @@ class Client:
         tls: TLS settings; None connects in the clear.
 
     Raises:
-        ValueError: the API key is malformed, or a certificate comes without its key or the other
+        ValueError: If the API key is malformed, or a certificate comes without its key or the other
             way.
-        OSError: a file of `tls` cannot be read.
+        OSError: If a file of `tls` cannot be read.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ def key_metadata(api_key: str | None, address: str, tls: Tls | None) -> tuple[tu
         tls: TLS settings; None for a connection in the clear.
 
     Raises:
-        ValueError: the key is malformed.
+        ValueError: If the key is malformed.
     """
     key = (os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key).strip()
     if not key:

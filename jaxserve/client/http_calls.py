@@ -50,7 +50,7 @@ class HttpCalls:
             kind: of the body, as Content-Type has it.
 
         Raises:
-            ServerError: what the server says; UNAVAILABLE where the same call may succeed later.
+            ServerError: As the server says; UNAVAILABLE where the same call may succeed later.
                 Unreachable where nobody answers, or no more while it is read.
         """
         connection = (

@@ -53,7 +53,7 @@ def make_request(
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
     Raises:
-        ValueError: a name does not exist, or a value does not fit its field.
+        ValueError: If a name does not exist, or a value does not fit its field.
     """
     _known("sampling parameter", sampling, SAMPLING)
     message = pb.GenerateRequest(
@@ -94,7 +94,7 @@ def make_embed_request(
             and `model`, likewise.
 
     Raises:
-        ValueError: a name does not exist, or a value does not fit its field.
+        ValueError: If a name does not exist, or a value does not fit its field.
     """
     if pooling is not None and pooling not in POOLING_TYPES:
         known = ", ".join(POOLING_TYPES)
@@ -131,7 +131,7 @@ def make_score_request(
         options: any of `request_id`, `slo_class`, `serve_late`, `cache_salt` and `model`, likewise.
 
     Raises:
-        ValueError: a name does not exist, or a value does not fit its field.
+        ValueError: If a name does not exist, or a value does not fit its field.
     """
     _known("option", options, _OPTIONS - {"prompt_cache_key"})
     message = pb.ScoreRequest()
@@ -164,7 +164,7 @@ def make_line(
         sampling: as in `make_request`.
 
     Raises:
-        ValueError: a name does not exist, or a value does not fit its field.
+        ValueError: If a name does not exist, or a value does not fit its field.
     """
     _known("sampling parameter", sampling, SAMPLING)
     message = batches_pb2.BatchLine(

@@ -62,8 +62,8 @@ class OpenAiBatch:
         failed: how many results are errors, once they are there.
 
     Raises:
-        ResultsError: the file of results holds something else, or another process writes it.
-        OSError: a file cannot be read or written.
+        ResultsError: If the file of results holds something else, or another process writes it.
+        OSError: If a file cannot be read or written.
     """
 
     def __init__(self, calls: HttpCalls, path: Path, out: Path, patience_s: float) -> None:

@@ -79,7 +79,7 @@ def config_json(header: Header) -> dict[str, Any]:
     """What config.json of the same model says.
 
     Raises:
-        GGUFError: an architecture, or a field's value, that is not supported.
+        GGUFError: An architecture, or a field's value, that is not supported.
     """
     metadata = header.metadata
     architecture = metadata.get("general.architecture")

@@ -136,7 +136,7 @@ def read_header(path: str | Path) -> Header:
     """Reads a file's header, or takes it from the last call where the file is as it was.
 
     Raises:
-        GGUFError: it cannot be read, is cut off, or has what is not supported.
+        GGUFError: If it cannot be read, is cut off, or has what is not supported.
     """
     file = Path(os.path.expanduser(path))
     try:

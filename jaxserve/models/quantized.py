@@ -106,7 +106,7 @@ def parse_quantization(text: str) -> Quantization:
     are int8, with a scale per token.
 
     Raises:
-        ValueError: it is none of those.
+        ValueError: If it is none of those.
     """
     kind, _, rest = text.partition(":")
     group, zero = DEFAULT_GROUP if kind == "int4" else 0, False

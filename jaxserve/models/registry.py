@@ -34,7 +34,7 @@ def family_for(hf: Mapping[str, Any]) -> Family:
     """The family that runs a Hugging Face config.json.
 
     Raises:
-        ValueError: `model_type` is missing or not one of the known ones.
+        ValueError: If `model_type` is missing or not one of the known ones.
     """
     model_type = hf.get("model_type")
     for family in FAMILIES:

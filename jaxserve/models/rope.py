@@ -94,7 +94,7 @@ def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
         partial: whether models of its kind may rotate a part of each head.
 
     Raises:
-        ValueError: names the field of a scaling that is not supported.
+        ValueError: Names the field of a scaling that is not supported.
     """
     field = _field(hf)
     scaling = fields.mapping(hf, field)

@@ -26,7 +26,8 @@ def make_mesh(tensor: int) -> Mesh:
     many, a host's own beside each other.
 
     Raises:
-        ValueError: `tensor` is below 1, above the number of devices, or no multiple of the hosts.
+        ValueError: If `tensor` is below 1, above the number of devices, or no multiple of the
+            hosts.
     """
     devices, hosts = jax.devices(), jax.process_count()
     if not 1 <= tensor <= len(devices):
@@ -100,7 +101,7 @@ def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
     projections make them (`jaxserve.models.fused`).
 
     Raises:
-        ValueError: the query heads cannot be shared out among the repeated KV heads.
+        ValueError: If the query heads cannot be shared out among the repeated KV heads.
     """
     repeats = tensor // int(np.gcd(config.num_kv_heads, tensor))
     heads = config.num_kv_heads * repeats

@@ -77,7 +77,7 @@ class LLM:
         engine: the engine, started.
 
     Raises:
-        ConfigError: the config cannot be served; one line.
+        ConfigError: If the config cannot be served; one line.
     """
 
     def __init__(
@@ -142,8 +142,8 @@ class LLM:
             One a prompt, in their order.
 
         Raises:
-            InvalidRequest: one of them cannot be served. Then none is.
-            ValueError: there are not as many `sampling` or `prediction` as prompts.
+            InvalidRequest: If one of them cannot be served. Then none is.
+            ValueError: If there are not as many `sampling` or `prediction` as prompts.
         """
         about = _About(slo or SLO(), tier, cache_salt, adapter)
         work = self._generate(_several(prompts), sampling, about, prediction, progress)
@@ -177,7 +177,7 @@ class LLM:
             One a chat, in their order; `prompt` is the template's text.
 
         Raises:
-            InvalidRequest: a tool is none, or as in `generate`.
+            InvalidRequest: If a tool is none, or as in `generate`.
         """
         chats: Sequence[Chat] = messages  # type: ignore[assignment]
         if messages and isinstance(messages[0], Mapping):
@@ -300,7 +300,7 @@ class LLM:
             One a prompt, in their order.
 
         Raises:
-            InvalidRequest: one of them cannot be served. Then none is.
+            InvalidRequest: If one of them cannot be served. Then none is.
         """
         wanted = self.engine.info().pooling.with_own(pooling, normalize, dimensions)
         about = _About(slo or SLO(), tier, cache_salt, adapter, pooling=wanted)
@@ -331,8 +331,8 @@ class LLM:
             One a pair, in their order.
 
         Raises:
-            InvalidRequest: one of them cannot be served. Then none is.
-            ValueError: there are not as many queries as documents.
+            InvalidRequest: If one of them cannot be served. Then none is.
+            ValueError: If there are not as many queries as documents.
         """
         texts = [documents] if isinstance(documents, str) else list(documents)
         asked = _one_each("queries", queries, str, len(texts))
@@ -350,7 +350,7 @@ class LLM:
         `lora__adapters=`. There has to be room for it, `lora__max_loras=`.
 
         Raises:
-            AdapterError: it cannot be used, or there is no room.
+            AdapterError: If it cannot be used, or there is no room.
         """
         self.engine.load_adapter(name, str(path))
 

@@ -36,21 +36,19 @@ from jaxserve.server.telemetry.metrics import MetricsRegistry
 
 log = logging.getLogger(__name__)
 
-# What clients get, once all has finished, to read what waits for them.
+# Seconds that clients get to read pending output once all requests have finished.
 _FLUSH_S, _MAX_FLUSH_S = 1.0, 5.0
-_HUNG_S = 60.0  # beyond the grace, what a step that runs may take before it counts as hung
-_WATCHING = 4  # one of so many connections of gRPC may be there for a Watch of health
+_HUNG_S = 60.0  # a step counts as hung if it runs this long beyond the grace
+_WATCHING = 4  # one in four of gRPC's connections may watch health
 _SIGNALS_LOOKED_FOR_S = 0.5
-_CLOSE_S = 0.5  # what long-lived calls (health watches) get before they are cut
+_CLOSE_S = 0.5  # grace of long-lived calls (health watches)
 
 
 class Server:
     """A gRPC server over an engine, on an event loop in a thread of its own, with HTTP and metrics
-    if they are asked for. The engine must have been started; stopping the server drains and stops
-    it.
+    if configured. The engine must have been started; stopping the server drains and stops it.
 
-        with Server(engine, port=0) as server:
-            print(server.address)
+    with Server(engine, port=0) as server: print(server.address)
 
     Args:
         engine: the engine.
@@ -58,7 +56,7 @@ class Server:
         port: port of gRPC; 0 takes a free one.
         metrics_port: port for Prometheus; -1 is off, 0 takes a free one.
         grace_s: seconds that running requests get when the server stops. Lines of batches wait for
-            the next server instead.
+            the next server.
         batches: the batch journal and its limits; None takes no batches.
         slo_classes: SLO classes that requests may name.
         http: the HTTP frontend; None is off.
@@ -68,7 +66,7 @@ class Server:
 
     Attributes:
         access: as given.
-        failed: whether the engine has failed. Then every call gets an error.
+        failed: whether the engine has failed. Every call then gets an error.
         hung: whether the engine does not answer. The server then stops without waiting for it.
     """
 
@@ -141,27 +139,27 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where it listens, as "host:port"; waits for `start`."""
+        """The address of gRPC, as "host:port"; waits for `start`."""
         return self._bound.result()
 
     @property
     def metrics_address(self) -> str | None:
-        """Where /metrics is served, as "host:port"; None where it is off."""
+        """The address of /metrics, as "host:port"; None if it is off."""
         return None if self._metrics is None else self._metrics.address
 
     @property
     def http_address(self) -> str | None:
-        """Where HTTP is served, as "host:port"; None where it is off."""
+        """The address of HTTP, as "host:port"; None if it is off."""
         return None if self._http is None else self._http.address
 
     @property
     def batch_path(self) -> Path | None:
-        """Where batches are kept; None where they are refused."""
+        """The directory of batches; None if they are refused."""
         return None if self._batch_settings is None else self._batch_settings.journal.path
 
     def request_stop(self, say: Callable[[str], None] = log.info) -> None:
         """Starts to stop: refuses new calls, and gives running ones the grace period. Returns at
-        once; what is waited for is reported on the server's thread."""
+        once; `say` is told on the server's thread what the server waits for."""
 
         def stop() -> None:
             if not self._stop_requested.is_set():
@@ -196,8 +194,8 @@ class Server:
     def wait(self) -> bool:
         """Blocks until someone has stopped the server. True if all requests finished."""
         while self._thread.is_alive():
-            # A signal that reaches the process between two bytecodes, or another thread of it,
-            # does not wake this one up: its handler runs at the next turn.
+            # A signal between two bytecodes, or to another thread, does not wake this thread: its
+            # handler runs in the next iteration.
             self._thread.join(_SIGNALS_LOOKED_FOR_S)
         return self._all_finished
 
@@ -268,8 +266,8 @@ class Server:
             self._stop_requested.set()
 
     def _on_failure(self, error: BaseException) -> None:
-        """On any thread. Where a host is lost, the engine's own may wait for it for ever, and other
-        servers can serve what this one cannot."""
+        """Called on any thread. If a host was lost, the engine's thread may wait for it for ever,
+        while other servers can take over."""
         lost = isinstance(error, HostLost)
         self.failed, self.hung = True, lost
         text = f"the engine failed: {str(error) or type(error).__name__}"
@@ -291,11 +289,11 @@ class Server:
         self._frontends.requests.stop_admission()
         self._health.set(serving=False)
         if self._frontends.batches is not None:
-            with contextlib.suppress(TimeoutError):  # a disk that does not answer
+            with contextlib.suppress(TimeoutError):  # the disk may not answer
                 await asyncio.wait_for(self._frontends.batches.stop(), self._grace_s + _HUNG_S)
         if not self.hung:
             await self._drain()
-        # A reader that does not read holds nobody up.
+        # A reader that does not read must not hold up the stop.
         flush = min(max(deadline - loop.time(), _FLUSH_S), _MAX_FLUSH_S)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._frontends.admission.wait_idle(), flush)
@@ -318,6 +316,6 @@ class Server:
         limit = self._grace_s + _HUNG_S
         try:
             self._all_finished = await asyncio.wait_for(asyncio.wrap_future(drained), limit)
-        except TimeoutError:  # the device does not answer: whoever waits must still be let go
+        except TimeoutError:  # the device does not answer: still release all waiters
             self.hung = True
             self._frontends.requests.fail(f"the engine did not stop within {limit:g} s")

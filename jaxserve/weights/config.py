@@ -50,7 +50,7 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
         The family, its config, and config.json as a dict with the merged `eos_token_id`.
 
     Raises:
-        CheckpointError: no such directory, no config.json, not JSON, or a field that is not
+        CheckpointError: No such directory, no config.json, not JSON, or a field that is not
             supported (the message names it).
     """
     folder = Path(os.path.expanduser(path))
@@ -118,7 +118,7 @@ def load_sampling_defaults(path: str | Path) -> dict[str, Any]:
     `max_new_tokens` are not read.
 
     Raises:
-        CheckpointError: a value is none; the message names it.
+        CheckpointError: If a value is none; the message names it.
     """
     folder = Path(os.path.expanduser(path))
     file = folder / "generation_config.json"
@@ -189,7 +189,7 @@ def checkpoint_dtype(hf: dict[str, Any]) -> jnp.dtype | None:
     """The dtype that config.json states (`dtype`, before transformers 5 `torch_dtype`), or None.
 
     Raises:
-        CheckpointError: it is none of float32, bfloat16 and float16.
+        CheckpointError: If it is none of float32, bfloat16 and float16.
     """
     stated = hf.get("dtype") or hf.get("torch_dtype")
     if stated is None:

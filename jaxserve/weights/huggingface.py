@@ -65,9 +65,9 @@ def load_safetensors(
         progress: shows the bytes loaded.
 
     Raises:
-        CheckpointError: a file is missing or damaged, a tensor is missing, or has the wrong shape.
-            The message gives its name, the expected and the found shape. All checks come before
-            anything is loaded.
+        CheckpointError: If a file is missing or damaged, a tensor is missing, or has the wrong
+            shape. The message gives its name, the expected and the found shape. All checks come
+            before anything is loaded.
     """
     leaves: list[Leaf]
     leaves, treedef = jax.tree.flatten(family.leaves(config))

@@ -57,9 +57,9 @@ def load_params(
         progress: whether to show it, and how.
 
     Raises:
-        CheckpointError: a missing path, file, tensor, a wrong shape, an unknown format, a value
+        CheckpointError: A missing path, file, tensor, a wrong shape, an unknown format, a value
             that is NaN or infinite.
-        ValueError: the model cannot be cut over the mesh.
+        ValueError: If the model cannot be cut over the mesh.
     """
     if mesh is not None:
         check_tensor(config, mesh.size)

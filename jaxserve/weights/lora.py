@@ -100,8 +100,8 @@ def load_adapter(
         root: folder that it has to be in, its files included, wherever links lead; None for any.
 
     Raises:
-        CheckpointError: a file is missing, elsewhere or damaged, the adapter is for another model,
-            too large, or of a kind that is not served.
+        CheckpointError: If a file is missing, elsewhere or damaged, the adapter is for another
+            model, too large, or of a kind that is not served.
     """
     found = list(projections(family, config, fused=fused))
     modules: dict[str, list[Projection]] = {}

@@ -48,7 +48,7 @@ class Mxfp4:
         blocks, scales: slices of its tensors.
 
     Raises:
-        CheckpointError: they are of other shapes or types.
+        CheckpointError: If they are of other shapes or types.
     """
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:
@@ -109,7 +109,7 @@ def joined(slices: Mapping[str, Any]) -> dict[str, Any]:
         slices: of all tensors.
 
     Raises:
-        CheckpointError: one of the two is missing, or they do not fit together.
+        CheckpointError: If one of the two is missing, or they do not fit together.
     """
     found = dict(slices)
     for suffix, other in ((_BLOCKS, _SCALES), (_SCALES, _BLOCKS)):

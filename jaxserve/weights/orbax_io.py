@@ -65,8 +65,8 @@ def load_orbax(
         mesh: the devices to shard over; None for one.
 
     Raises:
-        CheckpointError: it is not such a checkpoint, a parameter is missing or has the wrong shape,
-            or files are damaged.
+        CheckpointError: If it is not such a checkpoint, a parameter is missing or has the wrong
+            shape, or files are damaged.
     """
     import orbax.checkpoint as ocp  # late: a quarter of a second, and most models need none
 

@@ -90,8 +90,8 @@ class Format:
             inputs, outputs: its size.
 
         Raises:
-            CheckpointError: it is stored in a way that is not supported, or its tensors do not fit
-                together.
+            CheckpointError: If it is stored in a way that is not supported, or its tensors do not
+                fit together.
         """
         return _KINDS[self.method][0](self, files, name, inputs, outputs)
 
@@ -108,7 +108,7 @@ class Format:
             scheme: the weight's.
 
         Raises:
-            CheckpointError: a scale is 0, or no finite number. Some are below 0: the numbers are
+            CheckpointError: If a scale is 0, or no finite number. Some are below 0: the numbers are
                 turned then.
         """
         numbers = _KINDS[self.method][1](self, files, name, inputs, outputs, scheme)

@@ -33,7 +33,7 @@ def stored_format(hf: Mapping[str, Any], folder: Path) -> Format | Quantization 
     wide as they are read (`reads_mxfp4`).
 
     Raises:
-        ValueError: in a way that is not supported; the message names the field.
+        ValueError: In a way that is not supported; the message names the field.
     """
     where, given = "", None
     for field in _FIELDS:
@@ -114,7 +114,7 @@ def find_quantization(
         config: its shape.
 
     Raises:
-        CheckpointError: a weight is stored in a way that is not supported, none is quantised, or
+        CheckpointError: If a weight is stored in a way that is not supported, none is quantised, or
             not all of them alike.
     """
     if reads_wide(family, config):

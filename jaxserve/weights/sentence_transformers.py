@@ -30,7 +30,7 @@ def load_pooling(path: str | Path) -> PoolingParams:
     normalised.
 
     Raises:
-        CheckpointError: a file is no such file, or says what is not supported.
+        CheckpointError: If a file is no such file, or says what is not supported.
     """
     folder = Path(os.path.expanduser(path))
     if not path or not is_embedder(folder):

@@ -45,7 +45,7 @@ class TensorFiles:
         experts: those stored together are read apart, see `jaxserve.weights.fused_experts`.
 
     Raises:
-        CheckpointError: no safetensors files, a file of the index is missing, one is damaged, or
+        CheckpointError: No safetensors files, a file of the index is missing, one is damaged, or
             two have the same tensor and no index says which counts.
     """
 

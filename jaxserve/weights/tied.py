@@ -30,7 +30,7 @@ def is_tied(folder: Path, family: Family, config: ModelConfig) -> bool:
         config: what its config.json says.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
+        CheckpointError: If a file is missing or damaged.
     """
     if is_orbax(folder):
         own = any(name.partition(".")[0] == "lm_head" for name in stored_names(folder))

@@ -137,7 +137,7 @@ def listen_grpc(server: grpc.aio.Server, host: str, port: int, tls: Tls | None =
         tls: None listens in the clear.
 
     Raises:
-        ConfigError: the port is taken, or the host is unknown.
+        ConfigError: If the port is taken, or the host is unknown.
     """
     name = bracketed_host(host)
     addresses = addresses_of(host, port)

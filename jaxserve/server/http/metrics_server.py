@@ -32,7 +32,7 @@ class MetricsServer:
         address: "host:port".
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: If the port is taken.
     """
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, access: Access) -> None:

@@ -48,7 +48,7 @@ class Span(NamedTuple):
             budget: the most tokens of the thought; None for any number.
 
         Raises:
-            InvalidRequest: the budget is negative, or the model has no tokenizer.
+            InvalidRequest: If the budget is negative, or the model has no tokenizer.
         """
         text = self.close if budget else self.instead or self.close
         close = () if budget is None else tuple(encode(text, special=False))

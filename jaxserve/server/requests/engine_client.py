@@ -38,7 +38,7 @@ class EngineClient(Protocol):
         Raises:
             InvalidRequest: If a request with the same id is running.
             QueueFull: If the queue is full.
-            EngineStopped: after `drain`, `stop` or a failure.
+            EngineStopped: After `drain`, `stop` or a failure.
         """
 
     def cancel(self, request_id: str) -> None:

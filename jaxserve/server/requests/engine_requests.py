@@ -431,10 +431,10 @@ class EngineRequests:
             record: the call's record, which is told of every output.
 
         Raises:
-            EngineStopped: new requests are refused.
-            ExpectedLate: the first token is expected after its target.
-            DuplicateRequest: a request with this id is running.
-            QueueFull: the engine's queue is full.
+            EngineStopped: If new requests are refused.
+            ExpectedLate: If the first token is expected after its target.
+            DuplicateRequest: If a request with this id is running.
+            QueueFull: If the engine's queue is full.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         self.check_open()

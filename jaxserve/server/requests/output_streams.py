@@ -249,7 +249,7 @@ class OutputRouter:
             record: the call's record, which is told of every output.
 
         Raises:
-            DuplicateRequest: a stream with this id is open.
+            DuplicateRequest: If a stream with this id is open.
         """
         if request_id in self._streams:
             given = request_id if record is None else record.caller.own(request_id)

@@ -1,4 +1,5 @@
-"""Threads that serve tenants by turns: one's long queue does not make another wait."""
+"""Threads that serve tenants in turn, so that a tenant's long queue does not delay other
+tenants."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ T = TypeVar("T")
 
 
 class TenantThreads:
-    """A few threads. The next that is free goes to the tenant who waits and whose last turn is
-    longest ago, and to the work of one in the order in which it came. `run` is called on the event
-    loop on which this is made.
+    """A few threads. A free thread goes to the waiting tenant whose last turn is longest ago. A
+    tenant's work runs in the order in which it came. Create this and call `run` on the same event
+    loop.
 
     Args:
-        threads: how many.
-        name: the threads' names begin with it.
-        each: the most of them that one tenant has at a time; 0 allows all.
-        keyless: likewise for "", the only tenant where no keys are needed; 0 is as `each`.
+        threads: number of threads.
+        name: prefix of the threads' names.
+        each: most threads that one tenant has at a time; 0 allows all.
+        keyless: likewise for "", the only tenant if no keys are needed; 0 is as `each`.
     """
 
     def __init__(self, threads: int, name: str, each: int = 0, keyless: int = 0) -> None:
@@ -31,7 +32,7 @@ class TenantThreads:
         self._keyless = keyless or self._each
         self._held: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        self._turns: dict[str, int] = {}  # of who waits or has a thread: number of the last turn
+        self._turns: dict[str, int] = {}  # last turn's number of tenants with work
         self._count = 0
 
     async def run(self, tenant: str, work: Callable[..., T], *arguments: Any) -> T:
@@ -41,8 +42,8 @@ class TenantThreads:
 
         Args:
             tenant: name of the API key, "" for none.
-            work: any thread may call it.
-            arguments: of the work.
+            work: a function that any thread may call.
+            arguments: arguments of the work.
         """
         await self._turn(tenant)
         try:
@@ -54,7 +55,7 @@ class TenantThreads:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """Cancels who waits. Threads end with the work that they have."""
+        """Cancels all waiting work. Threads end after their current work."""
         for queue in self._waiting.values():
             for turn in queue:
                 turn.cancel()
@@ -62,7 +63,7 @@ class TenantThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def _turn(self, tenant: str) -> None:
-        # Whoever waits while a thread is free has as many as one may have.
+        # If a thread is free, every waiting tenant already has its most threads.
         if self._free and self._may_have_more(tenant):
             self._take(tenant)
             return
@@ -72,7 +73,7 @@ class TenantThreads:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came at the same moment
+            if turn.done() and not turn.cancelled():  # cancelled as its turn came
                 self._give_back(tenant)
             elif turn in queue:
                 queue.remove(turn)
@@ -89,7 +90,7 @@ class TenantThreads:
         self._turns[tenant] = self._count
 
     def _ended(self, tenant: str) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody waits
+        with suppress(RuntimeError):  # the loop is closed, so nobody waits
             self._loop.call_soon_threadsafe(self._give_back, tenant)
 
     def _give_back(self, tenant: str) -> None:
@@ -105,7 +106,7 @@ class TenantThreads:
                 self._serve(following)
 
     def _serve(self, tenant: str) -> None:
-        """The first of its queue has a turn, if any still waits there."""
+        """Gives a turn to the first in the tenant's queue that still waits."""
         queue = self._waiting[tenant]
         while queue:
             turn = queue.popleft()

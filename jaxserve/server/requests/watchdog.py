@@ -1,4 +1,4 @@
-"""Detects an engine that has stalled: it has requests, and finishes no step for long."""
+"""Detects a stalled engine: one that has requests but finishes no step for a long time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.server.requests.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
-_LOOKS = 8  # in the time after which an engine has stalled
+_LOOKS = 8  # looks within `stall_s`
 
 
 async def watch_for_stalls(
@@ -25,11 +25,11 @@ async def watch_for_stalls(
 
     Args:
         engine: the engine.
-        stall_s: seconds without a finished step, though there are requests, after which it has
-            stalled; 0 never looks.
+        stall_s: seconds without a finished step after which an engine with requests has stalled; 0
+            never looks.
         tell: called with the reason when it has stalled, and with None once it goes on.
-        clock: seconds; None for the event loop's.
-        sleep: waits for so many seconds.
+        clock: clock in seconds; None for the event loop's.
+        sleep: waits for a number of seconds.
     """
     if not stall_s:
         return
@@ -38,7 +38,7 @@ async def watch_for_stalls(
     last, steps = now(), engine.stats().steps
     while True:
         await sleep(each)
-        # Of a time in which we ourselves were held up, the engine may have been, too.
+        # If this loop was held up, the engine may have been held up, too: do not count that time.
         passed, last = min(now() - last, 2 * each), now()
         stats = engine.stats()
         if stats.steps != steps or not stats.running + stats.waiting:

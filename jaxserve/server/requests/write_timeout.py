@@ -20,7 +20,7 @@ class WriteTimeout:
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait(self, write: Awaitable[None]) -> None:
-        """Waits for it. A task has one at a time. Raises SlowReader."""
+        """Waits for a write. A task has one write at a time. Raises SlowReader."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         cancelled = task.cancelling()

@@ -1,1 +1,1 @@
-"""How a server process starts, and what it says as it does."""
+"""How a server process starts, and its messages at start."""

@@ -1,12 +1,12 @@
-"""Which flag is meant by one that serve.py does not have: other servers have names of their own."""
+"""Suggests flags for unknown ones, such as those of other servers."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-# Flags of vLLM's and SGLang's servers whose names do not say which of ours they are. One that is
-# called as a field is, --max-model-len say, is found by that.
+# Flags of vLLM's and SGLang's servers that differ from our names. Flags with the name of a field,
+# such as --max-model-len, are found by that.
 _RIVALS = {
     "tensor_parallel_size": "config.mesh.tensor",
     "tp_size": "config.mesh.tensor",
@@ -55,12 +55,12 @@ def hint(flag: str, known: Collection[str]) -> str:
     """The flags that may be meant, as the end of a line.
 
     Args:
-        flag: its name, without the dashes before it.
-        known: the names there are, `config.SECTION.FIELD` among them.
+        flag: its name without leading dashes.
+        known: all names, including `config.SECTION.FIELD`.
 
     Returns:
-        `; did you mean --NAME?`, with two names where two fields are called so; where none comes
-        near, where they are listed.
+        `; did you mean --NAME?`, with two names if two fields have this name; if no name is close,
+        a hint at --help.
     """
     name = flag.replace("-", "_")
     ours = _RIVALS.get(name)

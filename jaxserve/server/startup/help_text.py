@@ -1,4 +1,4 @@
-"""What `jaxserve serve --help` prints: flags, and fields as their docstrings explain them."""
+"""The text of `jaxserve serve --help`: flags, and fields with their docstrings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxserve.config.tree import field_docs, section_docs
 
 
 def help_text(shortcuts: Mapping[str, tuple[str, str]], config: Config) -> str:
-    """shortcuts: flags beside --config, each with the field that it sets and what that is. config:
-    whose values are shown."""
+    """The text. shortcuts: flags beside --config, each with its field and a description. config:
+    the config whose values are shown."""
     lines = [
         "usage: jaxserve serve [MODEL] [--NAME=VALUE ...] [--config.SECTION.FIELD=VALUE ...]",
         "",

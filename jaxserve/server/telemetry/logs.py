@@ -16,14 +16,14 @@ from pythonjsonlogger.json import JsonFormatter
 
 from jaxserve.config import JSON, TEXT
 
-_WAITING, _WAITING_CHARS = 10_000, 1 << 25  # lines, and characters of all of them
+_WAITING, _WAITING_CHARS = 10_000, 1 << 25  # most waiting lines, and characters in them
 _FLUSH_S = 2.0
 _OURS = "jaxserve"
 
 
 def log_to_stderr(form: str = TEXT) -> None:
     """Logs warnings, and INFO of this package only, since JAX and Orbax are verbose. form: TEXT or
-    JSON; JSON includes uncaught errors and Python's warnings. Another call changes it."""
+    JSON; JSON includes uncaught errors and Python's warnings. Another call changes the form."""
     root = logging.getLogger()
     handler = next((each for each in root.handlers if isinstance(each, BackgroundHandler)), None)
     if handler is None:
@@ -43,14 +43,14 @@ def log_to_stderr(form: str = TEXT) -> None:
 
 
 class BackgroundHandler(QueueHandler):
-    """Writes the records for another handler on a thread of its own, so that a slow reader of the
-    log holds up neither the event loop nor the engine. Records beyond the limits are dropped, and
-    their number is logged. `close` waits a moment for those left; `logging.shutdown` calls it.
+    """Writes records for another handler on its own thread, so that a slow reader of the log holds
+    up neither the event loop nor the engine. Records beyond the limits are dropped, and their
+    number is logged. `close` waits a moment for the remaining records; `logging.shutdown` calls it.
 
     Args:
         target: the handler that writes.
-        waiting: records that may wait.
-        chars: characters in them; one record may wait however long it is.
+        waiting: most waiting records.
+        chars: most characters in them; one record may wait whatever its length.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BackgroundHandler(QueueHandler):
                 self._chars += length
 
     def close(self) -> None:
-        """Writes the waiting records, if that is possible."""
+        """Writes the waiting records, if possible."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):  # nobody reads
                 self._lines.put(None, timeout=_FLUSH_S)
@@ -109,7 +109,7 @@ class BackgroundHandler(QueueHandler):
 
 
 def _length(said: Any) -> int:
-    """Characters, about."""
+    """Approximate characters of a message or its arguments."""
     if isinstance(said, (dict, list)):
         return sum(map(_length, said.values() if isinstance(said, dict) else said))
     return len(said) if isinstance(said, (str, tuple)) else 8

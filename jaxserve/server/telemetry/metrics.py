@@ -1,11 +1,11 @@
 """Prometheus metrics of one engine.
 
-Names and meanings follow vLLM's where there is one of theirs (`jaxserve:` for their `vllm:`), so
-that a dashboard carries over, but for their histogram `iteration_tokens_total`: here a name that
-ends in `_total` is a counter's, as OpenMetrics has it. `finished_reason` has their values too
-("abort" for a cancelled request). What the engine's thread observes costs it about a microsecond:
-plain counters, read by the scraper without a lock, which may see a histogram's sum one observation
-ahead of its count.
+Names and meanings follow vLLM's metrics if there is an equivalent (`jaxserve:` for their `vllm:`),
+so that dashboards carry over. The exception is their histogram `iteration_tokens_total`: here only
+counters have names in `_total`, as in OpenMetrics. `finished_reason` has their values too ("abort"
+for a cancelled request). An observation costs the engine's thread about a microsecond: the counters
+are plain, and the scraper reads them without a lock, so it may see a histogram's sum one
+observation ahead of its count.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from jaxserve.server.requests.engine_client import EngineClient
 
 PREFIX = "jaxserve:"
 READER: ContextVar[Caller | None] = ContextVar("READER", default=None)
-"""Whoever scrapes: it sees the names of the adapters that it may use. None sees all."""
+"""The caller that scrapes. It sees only the names of adapters that it may use; None sees all."""
 ADAPTER_LABELS = ("running_lora_adapters", "waiting_lora_adapters")
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SHORT = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
-_LATENCIES = {  # by what is timed: a histogram's name and its help
+_LATENCIES = {  # by what is timed: the histogram's name and help
     "ttft": ("time_to_first_token_seconds", "Arrival to first token."),
     "tbt": ("inter_token_latency_seconds", "Between two tokens of a continuation."),
     "e2e": ("e2e_request_latency_seconds", "Arrival to last token."),
     "preprocess_time": ("request_preprocess_time_seconds", "Arrival to the engine's queue."),
     "queue_time": ("request_queue_time_seconds", "In the engine's queue, to first scheduled."),
 }
-_SIZES = {  # by the field of StepStats or RequestStats: the same, and the bounds
+_SIZES = {  # by field of StepStats or RequestStats: name, help and bounds
     "step_time": ("step_time_seconds", "A batch, launch to tokens on the host.", _SHORT),
     "device_time": ("device_time_seconds", "A batch, on the device.", _SHORT),
     "predicted_time": ("predicted_time_seconds", "The same, as predicted.", _SHORT),
@@ -76,14 +76,14 @@ _REASONS = {
 
 
 def seen_adapters(names: Iterable[str], may_see: Callable[[str], bool]) -> str:
-    """Those that may be seen, as labels have them."""
+    """The adapters that the caller may see, as a label's value."""
     return ",".join(filter(may_see, names))
 
 
 class Histogram:
     """Counts of values up to each bound, and their sum. One writer, any number of readers.
 
-    bounds: ascending, in the unit of the values; one more bucket takes what is over the last.
+    bounds: ascending, in the unit of the values; one more bucket takes values above the last bound.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -92,7 +92,7 @@ class Histogram:
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Counts a value in the first bucket whose bound is not below it."""
+        """Counts a value in the first bucket with a bound of at least the value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -101,7 +101,8 @@ class Histogram:
         return sum(self._counts)
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """(upper bound, how many at most that) for each bound and +Inf; the sum of the values."""
+        """(upper bound, number of values up to it) for each bound and +Inf; and the sum of the
+        values."""
         counts, total = list(self._counts), self._sum
         pairs, running = [], 0.0
         for bound, count in zip((*map(str, self._bounds), "+Inf"), counts, strict=True):
@@ -128,7 +129,7 @@ class EngineMetrics(Collector, Observer):
         self._given_up: defaultdict[tuple[str, str], int] = defaultdict(int)  # by class and tier
 
     def on_step(self, stats: StepStats) -> None:
-        """Its times, its tokens and its padding."""
+        """Counts a step's times, tokens and padding."""
         for of in _OF_A_STEP:
             self._sizes[of].observe(getattr(stats, of))
         self._sums["prompt_tokens"] += stats.num_prefill_tokens
@@ -140,7 +141,7 @@ class EngineMetrics(Collector, Observer):
         self._rejected.update(stats.rejected)
 
     def on_given_up(self, request: Request) -> None:
-        """Its class and tier."""
+        """Counts the request by class and tier."""
         self._given_up[request.slo_class, request.tier.name.lower()] += 1
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
@@ -152,7 +153,7 @@ class EngineMetrics(Collector, Observer):
         self._times["tbt", tier].observe(tbt)
 
     def on_finish(self, stats: RequestStats) -> None:
-        """Why the continuation ended, its times and its lengths."""
+        """Counts why the continuation ended, its times and its lengths."""
         self._finished[stats.finish_reason] += 1
         for of in ("e2e", "preprocess_time", "queue_time"):
             self._times[of, stats.tier].observe(getattr(stats, of))
@@ -172,7 +173,8 @@ class EngineMetrics(Collector, Observer):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """What a scrape gets: gauges of the moment, counters and histograms since the start."""
+        """The metrics of a scrape: gauges of the moment, counters and histograms since the
+        start."""
         yield from self._snapshot()
         yield from self._counters()
         yield from self._histograms()
@@ -237,8 +239,9 @@ class EngineMetrics(Collector, Observer):
         yield self._counter("observer_failures", text, stats.observer_failures)
 
     def _cache_config(self) -> Metric:
-        """As the Gateway API Inference Extension's model-server protocol has it (BlockSize and
-        NumGPUBlocks): a block there holds K and V of its tokens, where two of `num_blocks` do."""
+        """As in the Gateway API Inference Extension's model-server protocol (BlockSize and
+        NumGPUBlocks). A block there holds both K and V of its tokens, so it is two of our
+        `num_blocks`."""
         name, text = "cache_config_info", "Tokens of a block; such blocks of K and V in the pool."
         size = self._info.block_size
         told = (str(size), str(self._info.pool_tokens // size), str(self._info.prefix_caching))
@@ -246,8 +249,8 @@ class EngineMetrics(Collector, Observer):
         return self._family(GaugeMetricFamily, name, text, {told: 1}, *labels)
 
     def _adapters(self) -> Metric:
-        """As that protocol has it, and vLLM: of several of it, the one with the largest number is
-        the newest. One a scrape, with at most max_lora names in each label."""
+        """As in that protocol and in vLLM. Of several samples, the one with the largest value is
+        the newest. A scrape has one sample, with at most max_lora names in each label."""
         name, text = (
             "lora_requests_info",
             "Adapters of requests that run and wait; when, in seconds.",
@@ -260,7 +263,7 @@ class EngineMetrics(Collector, Observer):
         return self._family(GaugeMetricFamily, name, text, {told: time.time()}, *labels)
 
     def _live(self) -> Metric:
-        """Requests without a class are there for each tier, even if there are none."""
+        """There is a sample for requests without a class for each tier, even if it is 0."""
         name, text = "num_requests", "Continuations in the engine, by whether they hold cache."
         counts = {(NO_CLASS, tier.name.lower(), held): 0 for tier in Tier for held in (True, False)}
         counts.update(self._engine.live_counts())
@@ -290,7 +293,7 @@ class EngineMetrics(Collector, Observer):
         yield self._family(CounterMetricFamily, "batch_lines", text, lines, "ending")
 
     def _drafts(self) -> Iterator[Metric]:
-        """vLLM's names. Each accepted token is a step of its request's that was saved."""
+        """Has vLLM's names. Each accepted token has saved its request a step."""
         accepted, rejected = dict(self._accepted), dict(self._rejected)
         drafted = {(one,): accepted[one] + rejected.get(one, 0) for one in sorted(accepted)}
         right = {(one,): accepted[one] for one in sorted(accepted)}
@@ -301,8 +304,9 @@ class EngineMetrics(Collector, Observer):
             yield self._family(CounterMetricFamily, name, text, counts, "drafter")
 
     def _slo(self) -> Iterator[Metric]:
-        """Of those that had targets, whatever ended them; for each of them both counters, so that
-        shares can be taken. And whose targets were given up before their end."""
+        """Continuations that had targets, however they ended. Met and missed are both counted, so
+        that ratios can be computed. Also continuations whose targets were given up before their
+        end."""
         name, text = "slo_given_up", "Continuations whose targets the policy gave up."
         given_up = dict(self._given_up)
         yield self._family(CounterMetricFamily, name, text, given_up, "slo_class", "tier")
@@ -333,14 +337,14 @@ class EngineMetrics(Collector, Observer):
         return self._family(CounterMetricFamily, name, text, {(): value})
 
     def _tiers(self, name: str, text: str, counts: Mapping[str, int]) -> Metric:
-        """A counter of every tier; 0 where nothing was counted."""
+        """A counter with every tier; 0 if nothing was counted."""
         values = {(tier.name.lower(),): counts.get(tier.name.lower(), 0) for tier in Tier}
         return self._family(CounterMetricFamily, name, text, values, "tier")
 
     def _family(
         self, kind: Any, name: str, text: str, values: Mapping[Any, Any], *labels: str
     ) -> Metric:
-        """values: by the values of the labels; a histogram's are its buckets and its sum."""
+        """values: by the values of the labels; for a histogram, its buckets and its sum."""
         family: Metric = kind(PREFIX + name, text, labels=("model_name", *labels))
         for named, value in values.items():
             given = value if kind is HistogramMetricFamily else (value,)
@@ -359,5 +363,5 @@ class MetricsRegistry:
         engine.add_observer(metrics)
 
     def page(self) -> bytes:
-        """All of them, as Prometheus reads them."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,5 +1,5 @@
-"""One line per call, once the engine has said its last word on it: who asked, what for, how long it
-took, and whether its targets were met. docs/operations.md lists the fields."""
+"""One log line per call, once the engine has finished its requests: who asked, for what, how long
+it took, and whether its targets were met. docs/operations.md lists the fields."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _QUOTES = (
     CallOutcome.REFUSED,
     CallOutcome.FAILED,
 )
-"""Their reasons may have in them what the client said."""
+"""Outcomes whose reasons may quote the client."""
 _PLAIN = re.compile(r"[\w.:/@+%,\[\]-]+", re.ASCII)
 
 
 class Fields(dict[str, Any]):
-    """What a line says, by name; the formatter makes JSON of it, and `str` the same as text."""
+    """The fields of a line by name; the formatter makes JSON of them, and `str` makes text."""
 
     def __str__(self) -> str:
         words = (f"{name}={_text(value)}" for name, value in self.items() if name != "message")
@@ -35,16 +35,16 @@ class Fields(dict[str, Any]):
 
 
 class RequestLog:
-    """A sink of `CallTracker`, on the event loop: whoever handles the log must not block.
+    """A sink of `CallTracker` on the event loop, so handlers of the log must not block.
 
     Args:
-        decode: text of token ids; "" where the model has no tokenizer.
-        prompts: whether the lines have prompts, texts and reasons that quote, too.
+        decode: makes text of token ids; "" if the model has no tokenizer.
+        prompts: whether lines also have prompts, texts and reasons that quote the client.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], *, prompts: bool = False) -> None:
         self._decode, self._prompts = decode, prompts
-        log.setLevel(logging.INFO)  # whatever the level of the others
+        log.setLevel(logging.INFO)  # whatever the root's level
 
     def __call__(self, record: CallRecord) -> None:
         """Writes the line."""
@@ -59,8 +59,7 @@ class RequestLog:
 
 
 def log_fields(record: CallRecord) -> Fields:
-    """Those that there are of it. Of several continuations, times are of the one that took
-    longest."""
+    """The fields of a call. With several continuations, the times are those of the longest."""
     found = Fields(
         message="call ended",
         door=record.source,
@@ -118,7 +117,7 @@ def _got(record: CallRecord) -> Iterator[tuple[str, Any]]:
 
 
 def _times(timings: Timings, *, written: bool) -> Iterator[tuple[str, Any]]:
-    """written: it got as far as its first token."""
+    """written: whether it has reached its first token."""
     yield "preprocess_ms", _ms(timings.preprocess)
     yield "queue_ms", _ms(timings.queue)
     yield "ttft_ms", _ms(timings.ttft) if written else None
@@ -137,7 +136,7 @@ def _only(values: list[Any]) -> Any:
 
 
 def _text(value: Any) -> str:
-    """In one word, whatever a client has put into it."""
+    """The value as a single word, whatever a client has put into it."""
     if isinstance(value, bool):
         return str(value).lower()
     plain = str(value)

@@ -1,5 +1,5 @@
-"""What a call says of the trace that it belongs to (W3C Trace Context, Level 2; a state's keys as
-in Level 1, to which OpenTelemetry keeps)."""
+"""The trace that a call belongs to (W3C Trace Context, Level 2; keys of tracestate as in Level 1,
+which OpenTelemetry follows)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 _PARENT, _STATE = "traceparent", "tracestate"
 _A_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{0,200})?")
-_STATE_LENGTH, _MEMBERS = 512, 32  # section 3.3.1.5: others pass no more on for sure
+_STATE_LENGTH, _MEMBERS = 512, 32  # section 3.3.1.5: more may not be passed on
 _MEMBER = re.compile(
     r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})="
     r"[ !-+\--<>-~]{0,255}[!-+\--<>-~]"
@@ -16,9 +16,9 @@ _MEMBER = re.compile(
 
 
 def trace_context(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[str, str]:
-    """traceparent and tracestate, of HTTP's headers or gRPC's metadata, names in lower case;
-    nothing without a traceparent, or with several (section 3.2). What is none by its grammar is
-    left out: whoever reads it may put it into a log."""
+    """traceparent and tracestate, of HTTP's headers or gRPC's metadata, names in lower case; empty
+    without a traceparent or with several (section 3.2). Malformed values are left out, since
+    readers may write them to a log."""
     found: dict[str, list[str]] = {_PARENT: [], _STATE: []}
     for name, value in headers:
         plain = _str(name)

@@ -1,4 +1,4 @@
-"""What the config says of traces."""
+"""The trace settings of a config."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxserve.server.requests.call_outcome import Sink
 
 @contextlib.contextmanager
 def open_traces(endpoint: str, model: Callable[[], str]) -> Iterator[Sink | None]:
-    """Sends them meanwhile, from a thread of its own.
+    """Sends traces from a thread of its own while the context is open.
 
     Args:
-        endpoint: As `telemetry.otlp_endpoint` has it.
-        model: What is served, asked once there are calls.
+        endpoint: as `telemetry.otlp_endpoint`.
+        model: returns the model's name; called once there are calls.
 
     Yields:
-        Who takes calls that have ended; None without an endpoint.
+        A sink for calls that have ended; None without an endpoint.
 
     Raises:
-        ConfigError: OpenTelemetry is not installed.
+        ConfigError: If OpenTelemetry is not installed.
     """
     if not endpoint:
         yield None

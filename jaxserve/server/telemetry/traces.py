@@ -1,9 +1,8 @@
 """Spans of calls for OpenTelemetry, made once a call is over: while it runs they cost nothing.
 
-A call is one span; what its longest continuation went through (preprocess, queue, prefill, decode)
-is one more each beneath it, and preemptions are events. Attributes are those of OpenTelemetry's
-conventions for generative AI where there are any, and the fields of the request log, as
-`jaxserve.NAME`.
+A call is one span. Each phase of its longest continuation (preprocess, queue, prefill, decode) is a
+child span, and preemptions are events. Attributes are those of OpenTelemetry's conventions for
+generative AI where there are any, and the fields of the request log, as `jaxserve.NAME`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _NOT_OURS = (
 )
 _MAX_EVENTS = 100
 _PROVIDER = "jaxserve"
-_OPERATIONS = {  # by method: what it is called in the conventions
+_OPERATIONS = {  # by method: its name in the conventions
     "Generate": "text_completion",
     "Embed": "embeddings",
     "http /v1/embeddings": "embeddings",
@@ -45,12 +44,12 @@ _OPERATIONS = {  # by method: what it is called in the conventions
 
 class Traces:
     """A sink of `CallTracker`. processor: takes spans, on the event loop, and must not block.
-    model: what is served; asked once a call."""
+    model: returns the model's name; called once per call."""
 
     def __init__(self, processor: SpanProcessor, model: Callable[[], str]) -> None:
         name = os.environ.get("OTEL_SERVICE_NAME", "jaxserve")
         resource = Resource.create({SERVICE_NAME: name, "service.version": __version__})
-        # The sampler is the environment's: OTEL_TRACES_SAMPLER.
+        # The sampler comes from the environment: OTEL_TRACES_SAMPLER.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("jaxserve", __version__)
@@ -101,7 +100,7 @@ class Traces:
         return found
 
     def _phases(self, span: trace.Span, last: Output, at: Callable[[float], int]) -> None:
-        """at: when so many seconds had passed since the call's arrival."""
+        """at: converts seconds since the call's arrival to a time."""
         timings = last.timings
         assert timings is not None
         written = last.usage is not None and last.usage.output_tokens > 0
@@ -122,7 +121,7 @@ class Traces:
             span.add_event("preempted", timestamp=at(when))
 
     def close(self) -> None:
-        """Sends what is left, if that takes no longer than some seconds."""
+        """Sends the remaining spans, if that takes only some seconds."""
         closing = threading.Thread(target=self._provider.shutdown, name="jaxserve-otel")
         closing.daemon = True
         closing.start()

@@ -1,4 +1,4 @@
-"""Arguments of the calls in a chat so far: clients send nothing, too, or half an object."""
+"""Arguments of the calls in a chat so far. Clients may also send nothing, or half an object."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def as_object(arguments: str) -> dict[str, Any]:
-    """Their values by name, as templates want them. Nothing, and null, is {}. What is no JSON
-    object is told as it is, under no name."""
+    """The arguments by name, as templates want them. Nothing, and null, is {}. Text that is not a
+    JSON object is kept under the name ""."""
     found = _loaded(arguments)
     if found is None:
         return {}
@@ -16,7 +16,7 @@ def as_object(arguments: str) -> dict[str, Any]:
 
 
 def as_json(arguments: str) -> str:
-    """The same as JSON, which is left as it is where it is an object."""
+    """The arguments as JSON; text that is a JSON object is left as it is."""
     if isinstance(_loaded(arguments), dict):
         return arguments
     return json.dumps(as_object(arguments), ensure_ascii=False)

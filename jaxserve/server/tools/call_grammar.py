@@ -26,15 +26,16 @@ def call_grammar(
     Args:
         form: how calls are written.
         tools: those that may be called.
-        forced: whether the text is calls and nothing else. If not, it may be any text without a
-            call, too, and only the arguments of strict tools are held to their schemas.
+        forced: whether the text is calls and nothing else. If not, it may also be any text without
+            a call, and only the arguments of strict tools are held to their schemas.
         parallel: whether there may be several calls.
         special: ids of the format's markers that are special tokens.
-        otherwise: what a text without calls is; None for any. Then one with calls is nothing else.
+        otherwise: grammar of a text without calls; None for any text. With it, a text with calls
+            has no other content.
 
     Raises:
-        InvalidRequest: the grammar gets too long, the format cannot hold a schema, or `otherwise`
-            cannot be a part of a grammar.
+        InvalidRequest: If the grammar gets too long, the format cannot hold a schema, or
+            `otherwise` cannot be part of a grammar.
     """
     if not (forced or form.holds_some):
         problem = f"in the model's format, {form.name}, only calls that are required can be held"
@@ -62,7 +63,7 @@ def call_grammar(
 
 
 def _part(rules: Rules, grammar: Grammar) -> str:
-    """A grammar as a part of another one. Raises InvalidRequest."""
+    """The grammar as a part of another grammar. Raises InvalidRequest."""
     match grammar.kind:
         case GrammarKind.JSON_OBJECT:
             return rules.schema(ANY_OBJECT)
@@ -76,7 +77,7 @@ def _part(rules: Rules, grammar: Grammar) -> str:
 
 
 def _read(grammar: Grammar) -> Mapping[str, Any]:
-    """Its schema. Raises InvalidRequest."""
+    """The grammar's schema. Raises InvalidRequest."""
     try:
         schema: Any = json.loads(grammar.text)
     except (ValueError, RecursionError):

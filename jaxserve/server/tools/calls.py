@@ -1,4 +1,4 @@
-"""What a tool is, and what a text with calls of tools is made of."""
+"""Tools, and the parts of a text with tool calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.tools.schema_check import schema_problem
 
 MAX_CALLS = 16
-"""Calls that a grammar has room for in one text."""
+"""Most calls that a grammar allows in one text."""
 NOTHING: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-"""The schema of a tool that takes nothing."""
+"""The schema of a tool without arguments."""
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -26,7 +26,7 @@ class Tool:
         name: letters, digits, _ and -.
         description: what it does; may be empty.
         parameters: JSON Schema of its arguments, which are an object.
-        strict: whether its arguments have to be valid, even if nobody forces a call.
+        strict: whether its arguments must match the schema, even if calls are not forced.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class Content:
-    """Text that is no call."""
+    """Text that is not a call."""
 
     text: str
 
@@ -51,14 +51,14 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """The next call, of this tool."""
+    """The beginning of a call of this tool."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """More of the arguments of the last call, JSON."""
+    """More of the JSON arguments of the last call."""
 
     text: str
 
@@ -76,12 +76,12 @@ class Call:
 
 @dataclass
 class Said:
-    """All that a text is made of.
+    """All parts of a text.
 
     Attributes:
-        content: what is neither thought nor a call.
-        reasoning: what is thought.
-        calls: in their order.
+        content: text that is neither a thought nor a call.
+        reasoning: thoughts.
+        calls: calls, in order.
     """
 
     content: str = ""
@@ -90,7 +90,7 @@ class Said:
 
 
 def whole(pieces: Iterable[Piece]) -> Said:
-    """What the pieces make."""
+    """The pieces put together."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: list[Call] = []
@@ -107,18 +107,18 @@ def whole(pieces: Iterable[Piece]) -> Said:
 
 
 def objects_only(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema of arguments, which are an object even where it does not say so."""
+    """The schema of arguments, which are an object even if the schema does not say so."""
     return {"type": "object", **schema}
 
 
 def flat(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same schema without `$ref` and `allOf` around its properties, where those lead to objects
-    of different properties; else as it is."""
+    """The same schema without `$ref` and `allOf` around its properties, if those lead to objects
+    with different properties; else the schema as it is."""
     if not schema.keys() & _AROUND:
         return schema
     properties: dict[str, Any] = {}
     required: list[str] = []
-    open_ended: list[Any] = []  # of each that has properties
+    open_ended: list[Any] = []  # of each schema with properties
     left: list[Any] = [schema]
     for _ in range(_MOST_AROUND):
         if not left:
@@ -149,18 +149,18 @@ _OF_OBJECTS = {
     *("type", "properties", "required", "additionalProperties"),
     *("title", "description", "$defs", "definitions"),
 }
-_MOST_AROUND = 64  # schemas: they may lead in a circle
+_MOST_AROUND = 64  # schemas; references may be circular
 
 
 def _named(schema: Mapping[str, Any], ref: str) -> Any:
-    """What `#/$defs/NAME` leads to; None where that is nothing, or it is another way to say it."""
+    """The schema at `#/$defs/NAME`; None if there is none, or the reference has another form."""
     begin, where, name = [*ref.split("/", 2), "", ""][:3]
     known = begin == "#" and where in ("$defs", "definitions")
     return schema.get(where, {}).get(name) if known else None
 
 
 def as_openai(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The tools as OpenAI has them, which is what chat templates read."""
+    """The tools in OpenAI's form, which chat templates read."""
     return [
         {
             "type": "function",
@@ -178,7 +178,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 
 def from_openai(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """The inverse of `as_openai`. Raises InvalidRequest, which names the first that is none."""
+    """The inverse of `as_openai`. Raises InvalidRequest, which names the first invalid tool."""
     return [_tool(f"tools.{place}", each) for place, each in enumerate(tools)]
 
 
@@ -201,8 +201,8 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def compact(value: Any, *, finite: bool = False) -> str:
-    """The value as JSON, as chat templates write it: characters are themselves, but for half a
-    surrogate pair, which is none. finite: whether to raise ValueError for numbers that are not."""
+    """The value as JSON in the style of chat templates: characters are not escaped, except half a
+    surrogate pair. finite: whether to raise ValueError for numbers that are not finite."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=not finite)
     return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
 
@@ -212,12 +212,13 @@ def special_tokens(
     encode: Callable[..., Sequence[int]],
     decode: Callable[[Sequence[int]], str],
 ) -> dict[str, int]:
-    """Ids of those markers that are special tokens of the model, which are no text by themselves.
+    """Ids of the markers that are special tokens of the model. By default, such tokens have no
+    text.
 
     Args:
         markers: texts around calls or thoughts.
-        encode: of the model's tokenizer.
-        decode: likewise.
+        encode: the tokenizer's.
+        decode: the tokenizer's.
     """
     found = {marker: encode(marker, special=False) for marker in markers}
     return {marker: ids[0] for marker, ids in found.items() if len(ids) == 1 and not decode(ids)}

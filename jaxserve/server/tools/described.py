@@ -1,4 +1,4 @@
-"""Chats with tools for templates that say nothing of tools."""
+"""Chats with tools for templates that do not support tools."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Message = Mapping[str, Any]
 
 
 def has_calls(messages: Sequence[Message]) -> bool:
-    """Whether there are calls, or results of them."""
+    """Whether the chat has calls or their results."""
     return any(each["role"] == "tool" or each.get("tool_calls") for each in messages)
 
 
 def with_tools_described(
     messages: Sequence[Message], tools: Sequence[Tool], form: ToolFormat
 ) -> list[Message]:
-    """The chat `in_words` only; a system message describes the tools.
+    """The chat as `in_words` makes it, with a system message that describes the tools.
 
     Args:
         messages: the chat.
-        tools: those that may be called; none are described where there are none.
+        tools: the tools that may be called; may be empty.
         form: how to write calls.
     """
     told = in_words(messages, form)
@@ -40,13 +40,12 @@ def with_tools_described(
 
 
 def in_words(messages: Sequence[Message], form: ToolFormat, *, calls: bool = True) -> list[Message]:
-    """The chat with the calls in the assistant's text, and with what tools have answered said by
-    the user.
+    """The chat with calls as the assistant's text, and results of tools as the user's.
 
     Args:
         messages: the chat.
         form: how to write calls.
-        calls: whether they are told so; else only the answers are.
+        calls: whether calls are rewritten, too; else only results are.
     """
     names = {
         call["id"]: call["function"]["name"]
@@ -55,7 +54,7 @@ def in_words(messages: Sequence[Message], form: ToolFormat, *, calls: bool = Tru
     }
     told: list[Message] = []
     for role, turns in itertools.groupby(messages, key=lambda message: message["role"]):
-        if role == "tool":  # one turn: many templates want the roles to alternate
+        if role == "tool":  # as one turn: many templates want alternating roles
             content = "\n".join(_result(message, names) for message in turns)
             told.append({"role": "user", "content": content})
             continue

@@ -9,7 +9,8 @@ from typing import Any
 from jaxserve.server.tools.calls import compact
 from jaxserve.server.tools.parser import CallParser, Steps, ValueEnd
 
-# How a call begins that can be told as it comes. White space is bounded, as is what is looked at.
+# Beginnings of calls that can be streamed. White space is bounded, and so is the text that is
+# searched.
 _GAP = r"[ \t\r\n]{0,32}"
 _HEAD = re.compile(
     rf'\{{{_GAP}(?:"type"{_GAP}:{_GAP}"function"{_GAP},{_GAP})?'
@@ -18,21 +19,21 @@ _HEAD = re.compile(
 )
 _LONGEST_HEAD = 1024
 NOTHING = ("null", '""')
-"""What models write for no arguments, where an object belongs."""
+"""What models write instead of an empty object."""
 
 
 class JsonCallParser(CallParser):
     """Reads objects such as {"name": "f", "arguments": {...}}, and lists of them."""
 
     def _calls(self, before: str, end: str = "") -> Steps[bool]:
-        """One object, or a list of them, where there is one.
+        """Reads an object or a list of objects, if there is one.
 
         Args:
-            before: what was read and is content if no call follows.
-            end: what ends a call that is none, even within a string.
+            before: text already read, which is content if no call follows.
+            end: text that ends a malformed call, even within a string.
 
         Returns:
-            Whether there was a call; if not, all that was read is content.
+            Whether there was a call. If not, all text read is content.
         """
         before += yield from self._skip_space()
         if self._held.startswith("["):
@@ -62,7 +63,7 @@ class JsonCallParser(CallParser):
         return called
 
     def _object(self, before: str, end: str = "") -> Steps[bool]:
-        """The same for an object, which begins here."""
+        """Reads an object that begins here; arguments and result as in `_calls`."""
         value, seen, place = ValueEnd(), 0, None
         while True:
             if seen < _LONGEST_HEAD:
@@ -88,7 +89,7 @@ class JsonCallParser(CallParser):
             yield
 
     def _value(self) -> Steps[bool]:
-        """The arguments, told as they come. Returns whether their end has come."""
+        """Passes on the arguments as they come. Returns whether they are complete."""
         value = ValueEnd()
         while True:
             place = value.feed(self._held)
@@ -98,7 +99,8 @@ class JsonCallParser(CallParser):
             yield
 
     def _rest(self) -> Steps[None]:
-        """What an object has behind its arguments. It is part of the call if the object ends."""
+        """Reads the rest of an object after its arguments. It belongs to the call if the object is
+        complete."""
         before = yield from self._skip_space()
         if self._held.startswith("}"):
             self._take(1)
@@ -119,7 +121,7 @@ class JsonCallParser(CallParser):
             yield
 
     def _whole(self, before: str, text: str) -> bool:
-        """A call whose name does not come first."""
+        """Reads a call whose name is not first."""
         found = _read(text)
         if found is None or found[0] not in self._tools:
             self._content(before + text)
@@ -130,7 +132,7 @@ class JsonCallParser(CallParser):
 
 
 def _read(text: str) -> tuple[str, str] | None:
-    """Name and arguments of an object; None if it is no call."""
+    """Name and arguments of an object; None if it is not a call."""
     try:
         found: Any = json.loads(text)
         found = found.get("function", found)

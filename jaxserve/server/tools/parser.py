@@ -1,4 +1,4 @@
-"""Finds calls of tools in text that comes in pieces, however it is cut."""
+"""Finds tool calls in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.server.tools.calls import Arguments, CallBegin, Content, Piece, To
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""What a parser does until it needs more text, then goes on with; and what it finds."""
+"""A parser as a generator: it yields when it needs more text, and returns its result."""
 _SPACE = re.compile(r"\s*")
 _SLICE = 2048  # characters
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
@@ -19,7 +19,7 @@ _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
 class ValueEnd:
     """Finds where a JSON object ends in text that comes in pieces. It counts brackets outside of
-    strings; whether what is between them is JSON it does not look at.
+    strings, and does not check that the rest is JSON.
 
     Args:
         depth: brackets that are open already.
@@ -29,7 +29,7 @@ class ValueEnd:
         self._depth, self._inside, self._escaped = depth, False, False
 
     def feed(self, text: str) -> int | None:
-        """The place behind the last bracket; None where it is not in this piece."""
+        """The index after the last bracket; None if it is not in this piece."""
         at = 0
         if self._escaped and text:
             at, self._escaped = 1, False
@@ -51,8 +51,8 @@ class ValueEnd:
 
 
 class TextParser(ABC):
-    """Says what the text of one continuation is made of. The same text gives the same, however it
-    is cut."""
+    """Splits the text of one continuation into its parts. The result does not depend on how the
+    text was cut into pieces."""
 
     def __init__(self) -> None:
         self._held, self._ended = "", False
@@ -60,16 +60,16 @@ class TextParser(ABC):
         self._steps = self._run()
 
     def feed(self, text: str) -> list[Piece]:
-        """What can be told with this text, which follows the one before."""
+        """Takes the next text and returns the parts that are certain by now."""
         found: list[Piece] = []
-        # Each step looks at all that is held, and copies it.
+        # Each step reads and copies all text that is held.
         for start in range(0, len(text), _SLICE):
             self._held += text[start : start + _SLICE]
             found += self._go()
         return found
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the text. Nothing may be fed after it."""
+        """The parts held back at the end of the text. Nothing may be fed after it."""
         self._ended = True
         return self._go()
 
@@ -80,17 +80,17 @@ class TextParser(ABC):
 
     @abstractmethod
     def _run(self) -> Steps[None]:
-        """Reads what is held, and appends pieces; it ends at the end of the text alone."""
+        """Reads the held text and appends pieces. It only ends at the end of the text."""
 
-    # What parsers are made of.
+    # Parts that parsers are made of.
 
     def _take(self, length: int) -> str:
         taken, self._held = self._held[:length], self._held[length:]
         return taken
 
     def _up_to(self, markers: Sequence[str], tell: Callable[[str], None]) -> Steps[str | None]:
-        """Tells what stands before the next of the markers, which is read and returned; None at the
-        end of the text."""
+        """Passes on the text before the next of the markers, then reads and returns the marker;
+        None at the end of the text."""
         while True:
             at = [(self._held.find(marker), marker) for marker in markers]
             found = min(((place, -len(m), m) for place, m in at if place >= 0), default=None)
@@ -104,7 +104,7 @@ class TextParser(ABC):
             yield
 
     def _skip_space(self) -> Steps[str]:
-        """Reads white space, up to what follows it or the end."""
+        """Reads white space up to other text or the end."""
         skipped: list[str] = []
         while True:
             found = _SPACE.match(self._held)
@@ -115,7 +115,7 @@ class TextParser(ABC):
             yield
 
     def _literal(self, *texts: str) -> Steps[str]:
-        """Which of these follows, the longest; then it is read. "" if none does."""
+        """Reads and returns the longest of these texts that follows; "" if none does."""
         while not self._ended and any(
             len(self._held) < len(text) and text.startswith(self._held) for text in texts
         ):
@@ -124,8 +124,8 @@ class TextParser(ABC):
         return self._take(len(found))
 
     def _until(self, text: str, most: int) -> Steps[str | None]:
-        """What stands before this, if that is at most so many characters; both are read. Else None,
-        and nothing is."""
+        """Reads up to and including this text, and returns what was before it. If that has more
+        than `most` characters, reads nothing and returns None."""
         while (at := self._held.find(text, 0, most + len(text))) < 0:
             if self._ended or len(self._held) >= most + len(text):
                 return None
@@ -136,23 +136,23 @@ class TextParser(ABC):
 
 
 class CallParser(TextParser):
-    """Says what is content and what are calls. All that is not part of a call is content, but for
-    white space around calls.
+    """Splits text into content and calls. All text outside of calls is content, except white space
+    around them.
 
     A call begins once its name and the beginning of its arguments are known; from then on its
-    arguments are told as they come. If the text breaks off or goes wrong behind that, what was told
-    stays, and the rest is content.
+    arguments are passed on as they come. If the text then breaks off or is malformed, the arguments
+    so far stay, and the rest is content.
 
     Args:
-        tools: those that may be called. A call of another one is content.
-        most: calls that are taken; further ones are content. None: any number.
-        alone: whether a text with calls is nothing else, so that behind content there are none.
-        forced: whether the text is calls and nothing else: what it ends with may be a call that was
-            cut off before it began, which is no content.
+        tools: the tools that may be called. A call of another tool is content.
+        most: most calls; further ones are content. None: any number.
+        alone: whether a text with calls has no other content, so that no call can follow content.
+        forced: whether the text consists of calls only. Its end may then be a call that was cut off
+            early, which is not content.
     """
 
     markers: tuple[str, ...] = ()
-    """Texts that begin a call wherever they stand."""
+    """Texts that begin a call anywhere."""
 
     def __init__(
         self,
@@ -175,12 +175,12 @@ class CallParser(TextParser):
             self._pieces.append(Content(self._space))
 
     def _beginning(self) -> Steps[None]:
-        """Calls that the text begins with, in formats where they need no marker."""
+        """Reads calls at the text's beginning, in formats where they need no marker."""
         yield from ()
 
     @abstractmethod
     def _after(self, marker: str) -> Steps[None]:
-        """What follows a marker, which has been read. What is no call is content."""
+        """Reads what follows a marker. Text that is not a call is content."""
 
     # What formats are made of.
 
@@ -189,7 +189,7 @@ class CallParser(TextParser):
         return self._left is None or self._left > 0
 
     def _text(self) -> Steps[str | None]:
-        """Content up to the next marker, which is read; None at the end."""
+        """Reads content up to the next marker, and returns the marker; None at the end."""
         while True:
             markers = self.markers if self._may_call else ()
             found = yield from self._up_to(markers, self._content)
@@ -198,7 +198,8 @@ class CallParser(TextParser):
             self._content(found)
 
     def _content(self, text: str) -> None:
-        """White space at its end is told only when it is clear that no call follows."""
+        """Passes on content. White space at its end is held back until it is clear that no call
+        follows."""
         if self._forced and self._ended:
             return
         text = self._space + text
@@ -221,7 +222,7 @@ class CallParser(TextParser):
 
 
 def _unsure(text: str, markers: Sequence[str]) -> int:
-    """Characters at its end that may be the beginning of a marker."""
+    """Number of characters at the text's end that may begin a marker."""
     longest = max(map(len, markers), default=1) - 1
     for length in range(min(len(text), longest), 0, -1):
         end = text[-length:]

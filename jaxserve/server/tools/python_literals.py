@@ -1,4 +1,4 @@
-"""Values as Python writes them, by models that do."""
+"""Values as Python literals, which some models write."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 MAX_LITERAL = 1 << 16
-"""Characters of what is parsed at once."""
+"""Most characters that are parsed at once."""
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def read_literal(text: str) -> Any:
-    """The value of a literal. Raises ValueError for what is none, or has no value in JSON."""
+    """The value of a literal. Raises ValueError for text that is not a literal, or has no
+    equivalent in JSON."""
     if len(text) > MAX_LITERAL:
         raise ValueError("is too long")
     try:
@@ -25,11 +26,11 @@ def read_literal(text: str) -> Any:
 
 
 def literal_value(node: ast.expr, lines: Sequence[bytes]) -> Any:
-    """A literal's value. JSON's own are taken, too. lines: of the source. Raises ValueError for
-    what is none."""
+    """The value of a literal in Python or JSON. lines: the source's lines. Raises ValueError for
+    other nodes."""
     match node:
         case ast.Constant(value=str() as text):
-            # JSON's escapes are not all Python's.
+            # Some JSON escapes do not exist in Python.
             if node.lineno == node.end_lineno:
                 source = lines[node.lineno - 1][node.col_offset : node.end_col_offset]
                 try:

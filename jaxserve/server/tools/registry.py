@@ -1,4 +1,4 @@
-"""How models write calls of tools: formats by name, found by the chat template's source."""
+"""How models write tool calls: formats by name, recognised in the chat template's source."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class ToolFormat(ABC):
 
     Attributes:
         name: as `server.tool_format` has it.
-        signs: texts of which a chat template for this format has one. A format whose signs are all
-            signs of another one comes before it by `rank`.
-        rank: formats of lower rank are looked for first.
+        signs: texts of which a chat template for this format contains at least one. If all signs of
+            a format are also signs of another, it comes first by `rank`.
+        rank: formats of lower rank are tried first.
         markers: texts around calls, which may be special tokens of the model.
-        plain_json: whether calls are JSON with nothing before it.
-        holds_some: whether a text that may call nothing can be held to a grammar.
-        instructions: how to write a call, for a model whose template says nothing of tools.
+        plain_json: whether calls are JSON without a marker.
+        holds_some: whether a text with optional calls can be held to a grammar.
+        instructions: how to write a call, for a model whose template does not support tools.
         parser: finds the calls in the text of one continuation.
     """
 
@@ -50,16 +50,16 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
-        """One call, without what stands around it. place: the tool's, for error messages. Raises
-        InvalidRequest if the tool's schema cannot be held."""
+        """The rule of one call, without its markers. place: the tool's location, for error
+        messages. Raises InvalidRequest if the format cannot hold the tool's schema."""
 
     @abstractmethod
     def held(self, rules: Rules, parallel: bool) -> str:
-        """Text that is calls and nothing else, by the rule `call`."""
+        """The rule of a text of calls only. Calls match the rule `call`."""
 
     @abstractmethod
     def free(self, rules: Rules, parallel: bool) -> str:
-        """Any text, in which calls are by the rule `call`."""
+        """The rule of any text. Calls in it match the rule `call`."""
 
     @abstractmethod
     def written(self, calls: Sequence[Call]) -> str:
@@ -70,7 +70,7 @@ class ToolFormat(ABC):
         return self.id_of(secrets.token_bytes(12))
 
     def id_of(self, digits: bytes) -> str:
-        """The id that twelve random bytes make."""
+        """The id made of twelve random bytes."""
         return f"call_{digits.hex()}"
 
 
@@ -85,7 +85,8 @@ class MarkedFormat(ToolFormat):
 
     @abstractmethod
     def after_trigger(self, rules: Rules, parallel: bool) -> str:
-        """What follows the trigger, by the rule `call`. parallel: whether several calls may."""
+        """The rule of the text after the trigger, with the rule `call`. parallel: whether several
+        calls are allowed."""
 
     def free(self, rules: Rules, parallel: bool) -> str:
         """See `ToolFormat`."""
@@ -99,10 +100,10 @@ class MarkedFormat(ToolFormat):
 
 
 class LeadingFormat(ToolFormat):
-    """A format whose calls stand at the beginning of a text, which is nothing else.
+    """A format whose calls stand at the beginning of a text without other content.
 
     Attributes:
-        openers: characters that begin a call, as a class of a regular expression has them.
+        openers: characters that begin a call, as in a character class of a regular expression.
     """
 
     openers: ClassVar[str]
@@ -116,17 +117,17 @@ class LeadingFormat(ToolFormat):
 F = TypeVar("F", bound=type[ToolFormat])
 _FORMATS: dict[str, type[ToolFormat]] = {}
 DEFAULT = "hermes"
-"""Where the template has no sign of any."""
+"""The format if the template has no sign of any."""
 
 
 def register(form: F) -> F:
-    """Makes a format known by its name."""
+    """Registers a format by its name."""
     _FORMATS[form.name] = form
     return form
 
 
 def formats() -> Mapping[str, type[ToolFormat]]:
-    """All of them, by name."""
+    """All formats, by name."""
     package = importlib.import_module("jaxserve.server.tools.formats")
     for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
@@ -137,11 +138,11 @@ def find_format(source: str, name: str = "") -> ToolFormat:
     """The format of a chat template.
 
     Args:
-        source: of the template; empty without one.
-        name: of the format, if it is given; `auto` and "" look for signs in the source.
+        source: the template's source; empty without one.
+        name: the format's name, if it is given; `auto` and "" look for signs in the source.
 
     Raises:
-        ConfigError: there is no format of this name.
+        ConfigError: If there is no format with this name.
     """
     known = formats()
     if name not in ("", "auto"):
@@ -156,5 +157,5 @@ def find_format(source: str, name: str = "") -> ToolFormat:
 
 
 def nine_characters(digits: bytes) -> str:
-    """An id as some templates demand it."""
+    """An id of nine letters and digits, as some templates demand."""
     return "".join(_ALNUM[each % len(_ALNUM)] for each in digits[:9])

@@ -1,4 +1,4 @@
-"""The grammar that text with calls of tools is held to, in llguidance's dialect of Lark."""
+"""The grammar of text with tool calls, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.server.tools.calls import ANY_OBJECT, Tool, objects_only
 
 
 class Rules:
-    """Rules while they are written.
+    """Collects the rules of a grammar.
 
     Args:
         special: ids of the markers that are special tokens of the model.
@@ -24,31 +24,32 @@ class Rules:
         self._schemas: dict[str, Mapping[str, Any]] = {}
 
     def marker(self, text: str) -> str:
-        """A marker: the token, where it is one."""
+        """A marker: its special token, if there is one, else its text."""
         token = self.token(text)
         return literal(text) if token is None else token
 
     def token(self, text: str) -> str | None:
-        """The special token that a marker is; None where it is text."""
+        """The special token of a marker; None if it is plain text."""
         return f"<[{self._special[text]}]>" if text in self._special else None
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that is valid for the schema."""
+        """JSON that matches the schema."""
         name = f"s{len(self._schemas)}"
         self._schemas[name] = schema
         return f"@{name}"
 
     def add(self, name: str, body: str) -> str:
-        """A rule. name: with [lazy] it ends as soon as it can. Returns the name alone."""
+        """Adds a rule. name: with [lazy], the rule ends as soon as it can. Returns the bare
+        name."""
         self._lines.append(f"{name}: {body}")
         return name.partition("[")[0]
 
     def number(self) -> int:
-        """For names of rules that differ."""
+        """A new number, for unique names of rules."""
         return len(self._lines)
 
     def grammar(self) -> Grammar:
-        """All of it. Raises InvalidRequest if it is too long."""
+        """The whole grammar. Raises InvalidRequest if it is too long."""
         return Grammar.lark("\n".join(["%llguidance {}", *self._lines]), self._schemas)
 
 
@@ -58,18 +59,18 @@ def literal(text: str) -> str:
 
 
 def held_schema(tool: Tool, tools: Sequence[Tool], *, forced: bool) -> Mapping[str, Any]:
-    """What its arguments are held to, where these tools may be called: as OpenAI has it, they have
-    no properties that are not named, unless the schema itself says so."""
+    """The schema that the grammar holds a tool's arguments to, if these tools may be called. As in
+    OpenAI's API, it allows only named properties, unless the schema itself allows others."""
     if not (forced or tool.strict):
         return ANY_OBJECT
     held: Mapping[str, Any] = tool.parameters
-    if len(tools) > 1 and not tool.strict:  # it need not be the one that is called
+    if len(tools) > 1 and not tool.strict:  # another tool may be the one that is called
         held = relaxed(held)[0]
     return closed(held)
 
 
 def unenforced(tools: Sequence[Tool], *, forced: bool) -> list[tuple[int, str]]:
-    """What those that are forced say, and are not held to: the tool's place, and that in its
+    """The keywords that forced calls are not held to: the tool's index, and the place in its
     schema."""
     if not forced or len(tools) == 1:
         return []
@@ -82,5 +83,5 @@ def unenforced(tools: Sequence[Tool], *, forced: bool) -> list[tuple[int, str]]:
 
 
 def schema_of(tool: Tool) -> Mapping[str, Any]:
-    """What a tool's arguments have to be valid for."""
+    """The schema that a tool's arguments must match."""
     return objects_only(tool.parameters)

@@ -1,4 +1,4 @@
-"""Whether what a tool's parameters are said to be is a JSON Schema of an object."""
+"""Checks that a tool's parameters are a JSON Schema of an object."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MAX_DEPTH = 32
-"""Schemas within schemas."""
+"""Most levels of nested schemas."""
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 _ONE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -14,8 +14,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def schema_problem(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Where in it and why it is none; None if it is one. Keywords that are not known may have any
-    value: only a grammar has to know them."""
+    """Where and why the value is not a valid schema; None if it is valid. Unknown keywords may have
+    any value: only a grammar has to know them."""
     kind = schema.get("type", "object")
     if kind != "object":
         return "type", f"must be 'object', as arguments have names; got {kind!r:.80}"
@@ -35,7 +35,7 @@ def schema_problem(schema: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def _own_problem(schema: Any) -> tuple[str, str] | None:
-    """The same, but for what is within it."""
+    """As `schema_problem`, for the schema itself without the schemas in it."""
     if isinstance(schema, bool):
         return None
     if not isinstance(schema, dict):
@@ -59,7 +59,7 @@ def _own_problem(schema: Any) -> tuple[str, str] | None:
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in _ONE:
-        if name in schema and not isinstance(schema[name], list):  # items of older drafts
+        if name in schema and not isinstance(schema[name], list):  # older drafts allow lists
             yield name, schema[name]
     for name in _SEVERAL:
         for place, each in enumerate(schema.get(name, ())):

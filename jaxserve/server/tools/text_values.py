@@ -1,4 +1,4 @@
-"""What a text is that stands without quotes, by what its schema allows."""
+"""The type of an unquoted text, by what its schema allows."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _NO_LIMITS = {
     *("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
     *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-"""Keywords that say nothing of strings but which there are, or of which something else is made."""
+"""Keywords that only list the allowed strings or say nothing of them, and keywords that are handled
+otherwise."""
 _DEEPEST = 64
 _NONE = object()
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a schema allows, as far as texts are told apart by it.
+    """The values that a schema allows, as far as they matter for unquoted texts.
 
     Attributes:
-        kinds: types, as JSON Schema calls them.
-        texts: the only strings; None for others, too.
-        least: characters that strings have at least.
-        most: at most; None for any number.
-        further: another keyword that strings are held to; "" for none.
+        kinds: types by their names in JSON Schema.
+        texts: the only allowed strings; None for any.
+        least: least characters of strings.
+        most: most characters; None for any number.
+        further: another keyword that limits strings; "" for none.
     """
 
     kinds: frozenset[str] = _KINDS
@@ -48,17 +49,17 @@ class Allowed:
 
     @property
     def only_text(self) -> bool:
-        """Whether it is a string, whatever it looks like."""
+        """Whether every text is a string, whatever it looks like."""
         return self.kinds == {"string"}
 
     @property
     def any_text(self) -> bool:
-        """Whether any string is right."""
+        """Whether any string is allowed."""
         limits = (self.texts, self.least, self.most, self.further)
         return "string" in self.kinds and limits == (None, 0, None, "")
 
     def has(self, text: str) -> bool:
-        """Whether this is surely one of its strings."""
+        """Whether this text is certainly an allowed string."""
         fits = self.least <= len(text) and (self.most is None or len(text) <= self.most)
         known = self.texts is None or text in self.texts
         return "string" in self.kinds and fits and known and not self.further
@@ -86,17 +87,17 @@ class Allowed:
 
 
 def replaced(allowed: Allowed, kinds: frozenset[str]) -> Allowed:
-    """The same strings among these types."""
+    """The same limits on strings, with these types."""
     return Allowed(kinds, allowed.texts, allowed.least, allowed.most, allowed.further)
 
 
 def allowed_by(schema: Any, root: Mapping[str, Any]) -> Allowed:
-    """What a schema allows. root: what it is part of, in which references lead."""
+    """The values that a schema allows. root: the whole schema, in which references are resolved."""
     return _allowed(schema, root, {}, _DEEPEST)
 
 
 def _allowed(schema: Any, root: Any, known: dict[str, Allowed], depth: int) -> Allowed:
-    """known: by reference, so that each is followed once."""
+    """known: results by reference, so that each reference is followed once."""
     if schema is False:
         return Allowed(frozenset())
     if not isinstance(schema, Mapping) or not depth:
@@ -110,7 +111,7 @@ def _allowed(schema: Any, root: Any, known: dict[str, Allowed], depth: int) -> A
             found &= reduce(Allowed.__or__, some)
     if (ref := schema.get("$ref")) is not None:
         if ref not in known:
-            known[ref] = Allowed(frozenset())  # where it leads in a circle: no more than else
+            known[ref] = Allowed(frozenset())  # a circular reference allows nothing more
             known[ref] = _allowed(_pointed(root, ref), root, known, depth - 1)
         found &= known[ref]
     return found
@@ -132,7 +133,7 @@ def _own(schema: Mapping[str, Any]) -> Allowed:
 
 
 def _length(given: Any) -> int | None:
-    """None for what is none: nobody checks lengths before."""
+    """The length; None if it is invalid, since lengths were not checked before."""
     return given if isinstance(given, int) and not isinstance(given, bool) else None
 
 
@@ -152,7 +153,7 @@ def _kinds_of(value: Any) -> tuple[str, ...]:
 
 
 def _pointed(root: Any, ref: Any) -> Any:
-    """What a reference leads to; None where that is not in the root."""
+    """The target of a reference; None if it is not in the root."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return None
     found = root
@@ -168,12 +169,12 @@ def _pointed(root: Any, ref: Any) -> Any:
 
 
 def value_of(text: str, allowed: Allowed) -> Any:
-    """The value that a text without quotes is: a string where any may be one, and null where the
-    schema names that, too. Of constrained strings those in quotes come first, as a grammar has
-    them, and those that fit; then what it is as JSON, or as Python writes it."""
+    """The value of an unquoted text: a string if any string is allowed, or null if the schema names
+    that, too. If strings are limited, quoted strings, as a grammar has them, and matching strings
+    come first, then the value as JSON or as a Python literal."""
     if allowed.only_text:
         return text
-    named = allowed.kinds != _KINDS  # else the schema says nothing
+    named = allowed.kinds != _KINDS  # otherwise the schema says nothing
     if text == "null" and "null" in allowed.kinds and not (allowed.texts and text in allowed.texts):
         return None
     read = _as_json(text)

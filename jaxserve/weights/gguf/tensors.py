@@ -55,7 +55,7 @@ class GGUFTensors:
         config: the model's.
 
     Raises:
-        CheckpointError: it is damaged, or quantized and gguf is not installed.
+        CheckpointError: If it is damaged, or quantized and gguf is not installed.
     """
 
     def __init__(self, path: Path, config: ModelConfig) -> None:

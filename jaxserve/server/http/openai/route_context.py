@@ -84,9 +84,9 @@ class RouteContext:
             caller: the client.
 
         Raises:
-            InvalidRequest: a request cannot be served.
-            EngineStopped: new requests are refused.
-            ApiError: the body names another model.
+            InvalidRequest: If a request cannot be served.
+            EngineStopped: If new requests are refused.
+            ApiError: If the body names another model.
         """
         shared = self.shared_fields(body, sampling, caller)
         naming: AbstractContextManager[None] = nullcontext()

@@ -40,7 +40,7 @@ class HttpServer:
         connections: most connections at once; None for as many as open files allow.
 
     Raises:
-        ConfigError: the port is taken.
+        ConfigError: If the port is taken.
     """
 
     def __init__(

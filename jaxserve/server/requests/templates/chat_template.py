@@ -1,9 +1,9 @@
 """Renders chats as prompts, by the checkpoint's own template or as plain lines.
 
-The template is what Hugging Face has: Jinja, in tokenizer_config.json or in a file of its own
-beside it. Of several, `tool_use` is for chats with tools, and `default` for others. It gets
+Templates are Hugging Face's: Jinja, in tokenizer_config.json or in a file beside it. If there are
+several, `tool_use` is for chats with tools, and `default` for other chats. A template gets
 `messages`, the special tokens and `add_generation_prompt`. Since it is a program of unknown origin,
-it runs in a process of its own (`template_process.py`).
+it runs in a separate process (`template_process.py`).
 """
 
 from __future__ import annotations
@@ -49,19 +49,20 @@ class ChatTemplate:
     Args:
         source: the checkpoint's Jinja template; None renders each turn as a line with its role, for
             models that were not trained on chats.
-        tool_source: that of chats with tools, where it is another one.
+        tool_source: the template for chats with tools, if it is a different one.
         special: special tokens by the templates' names for them, such as bos_token.
         tool_format: as `server.tool_format`.
         reasoning_format: as `server.reasoning_format`.
 
     Attributes:
-        own: whether there is a checkpoint's template. It writes the special tokens itself.
+        own: whether the checkpoint has a template. Such a template writes the special tokens
+            itself.
         tool_format: how the model writes calls of tools.
-        reasoning_format: how it writes thoughts; None where it has none.
+        reasoning_format: how the model writes thoughts; None if it has none.
 
     Raises:
-        TemplateFailed: the source cannot be compiled.
-        ConfigError: there is no such format.
+        TemplateFailed: If the source cannot be compiled.
+        ConfigError: If there is no such format.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class ChatTemplate:
         self.tool_format = tool_formats.find_format("".join(sources[-1:]), tool_format)
         self.reasoning_format = reasoning_formats.find_format("".join(sources), reasoning_format)
         self._fixed = {**(special or {}), "documents": None}
-        # Long chats do not hold up short ones.
+        # Separate threads, so that long chats do not hold up short ones.
         self._processes = [TemplateProcess(each) for each in sources for _ in range(2)]
         self.close = weakref.finalize(self, _close, self._processes)
         read = [process.compile() for process in self._processes[::2]]
@@ -105,14 +106,14 @@ class ChatTemplate:
             add_generation_prompt: whether the text ends with the start of the model's turn.
             kwargs: more variables for the template, JSON values by name.
             tenant: owner of the chat. Tenants take turns if several chats wait.
-            tools: those that the model may call. A template that reads none has them described in
-                a system message, and calls and results told in words. None: the chat has no tools;
-                then they are told in words where the template would lose them.
+            tools: the tools that the model may call. If the template does not support tools, a
+                system message describes them, and calls and results are written as text. None: the
+                chat has no tools; calls and results are then written as text if the template would
+                lose them.
 
         Raises, here or in the future:
-            InvalidRequest: the template rejects the chat, or does not read such a variable.
-            QueueFull: other chats take too long.
-            EngineStopped: the template was closed.
+            InvalidRequest: If the template rejects the chat or does not read a variable. QueueFull:
+            If other chats take too long. EngineStopped: If the template was closed.
         """
         self._check(kwargs or {})
         if tools is not None and not self._reads_tools:
@@ -137,8 +138,8 @@ class ChatTemplate:
         return process.render(variables, tenant)
 
     def effort_kwargs(self, effort: str | None) -> dict[str, Any]:
-        """What the template is given for an effort (`none`, `low`, `high` and so on); nothing where
-        it reads nothing of the kind. One that only knows whether to think is told that."""
+        """The template's variables for an effort (`none`, `low`, `high` and so on); empty if it
+        reads no such variable. A template that only knows whether to think gets that."""
         if effort is None:
             return {}
         found: dict[str, Any] = {
@@ -147,12 +148,12 @@ class ChatTemplate:
         return found | ({_EFFORT: effort} if _EFFORT in self._reads else {})
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """`submit`, waited for."""
+        """As `submit`, but waits for the result."""
         return self.submit(messages, **options).result()
 
     def encode(self, text: str, encode: Callable[..., T]) -> T:
-        """The result of `encode` for a rendered chat. Special tokens are added only if the template
-        has not written them."""
+        """Encodes a rendered chat with `encode`. Special tokens are added only if the template has
+        not written them."""
         return encode(text, special=not self.own)
 
     def _rendered(
@@ -162,7 +163,7 @@ class ChatTemplate:
         return process.rendered([{**usual, "messages": chat} for chat in chats])
 
     def _with_thought(self, message: Message) -> Message:
-        """A message has what was thought where the template looks for it."""
+        """The message with its thoughts in the field where the template looks for them."""
         where = _HISTORY if self.reasoning_format is None else self.reasoning_format.history
         if _HISTORY not in message or where == _HISTORY:
             return message
@@ -209,7 +210,7 @@ def _size(tool: Tool) -> int:
 
 
 def _problem(value: Any) -> str | None:
-    """Why it is no JSON that a template is given; None where it is."""
+    """Why the value cannot be passed to a template; None if it can."""
     level, values = [value], 0
     for _ in range(_MAX_DEPTH):
         values += len(level)
@@ -236,10 +237,10 @@ def load_chat_template(path: str, server: ServerConfig | None = None) -> ChatTem
 
     Args:
         path: "" for random weights.
-        server: says which formats the model writes; None looks for signs in the template.
+        server: settings with the model's formats; None looks for signs in the template.
 
     Raises:
-        ConfigError: a file or a template cannot be read.
+        ConfigError: If a file or a template cannot be read.
     """
     server = server or ServerConfig()
     formats = server.tool_format, server.reasoning_format

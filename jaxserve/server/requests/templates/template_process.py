@@ -1,4 +1,5 @@
-"""The other end of `template_worker.py`: starts it, asks it, starts another when it has died."""
+"""The other end of `template_worker.py`: starts the worker, asks it, and starts another when it has
+died."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ _STOPPING = "the server is stopping"
 
 
 class TemplateFailed(Exception):
-    """The template was not compiled, or not rendered; one line says why."""
+    """The template could not be compiled or rendered; the message says why in one line."""
 
 
 class _Asked(NamedTuple):
-    """A render. latest: by when its turn has to have come, as time.monotonic() has it."""
+    """A chat to render. latest: latest start, by time.monotonic()."""
 
     variables: Mapping[str, Any]
     latest: float
@@ -32,8 +33,8 @@ class _Asked(NamedTuple):
 
 
 class TemplateProcess:
-    """A process for one template, and the thread that asks it, one question after the other:
-    tenants take turns, so that one who has many long chats holds up nobody else's."""
+    """A process for one template, and the thread that asks it one question after the other. Tenants
+    take turns, so that a tenant with many long chats does not hold up the others."""
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -44,13 +45,13 @@ class TemplateProcess:
         self._closed = False
 
     def compile(self) -> frozenset[str]:
-        """The variables that the template looks up; before anything is rendered. Raises
-        TemplateFailed."""
+        """Compiles the template and returns the variables that it looks up. Call it before
+        rendering. Raises TemplateFailed."""
         return self._start()
 
     def rendered(self, several: Sequence[Mapping[str, Any]]) -> Sequence[str | None]:
-        """The texts of chats, given as variables, behind `compile`; None for those that the
-        template rejects, or where they take too long."""
+        """The texts of chats, given as variables; None for chats that the template rejects, or if
+        they take too long. Call it after `compile`."""
         try:
             texts: list[str | None] = self._ask({"several": several})["texts"]
         except TemplateFailed:
@@ -60,9 +61,9 @@ class TemplateProcess:
         return texts
 
     def render(self, variables: Mapping[str, Any], tenant: str = "") -> Future[str]:
-        """The text to come; who cancels it before its turn takes nobody's time. It raises
-        InvalidRequest where the template fails, QueueFull where its turn has not come in WALL_S
-        seconds or there can be no process, and EngineStopped once it is closed."""
+        """A future of the text. Cancelling it before its turn costs no time. It raises
+        InvalidRequest if the template fails, QueueFull if its turn has not come in WALL_S seconds
+        or no process can be started, and EngineStopped once closed."""
         asked = _Asked(variables, time.monotonic() + WALL_S, Future())
         with self._changed:
             if self._closed:
@@ -76,7 +77,7 @@ class TemplateProcess:
         return asked.text
 
     def close(self) -> None:
-        """Ends the process, whatever it does. Idempotent."""
+        """Ends the process at once. Idempotent."""
         with self._changed:
             self._closed = True
             if self._process is not None:
@@ -87,7 +88,7 @@ class TemplateProcess:
             self._waiting.clear()
             self._changed.notify()
 
-    # On the thread.
+    # Runs on the thread.
 
     def _serve(self) -> None:
         while (asked := self._next()) is not None:
@@ -105,7 +106,7 @@ class TemplateProcess:
                 return None
             tenant, waiting = self._waiting.popitem(last=False)
             asked = waiting.popleft()
-            if waiting:  # behind the others
+            if waiting:  # to the end of the round
                 self._waiting[tenant] = waiting
             return asked
 
@@ -114,7 +115,7 @@ class TemplateProcess:
             raise QueueFull(f"other chats took the chat template more than {WALL_S:g} s")
         try:
             if self._process is not None and self._process.ended:
-                self._process.end()  # it has died while nobody asked it anything
+                self._process.end()  # it has died between two questions
                 self._process = None
             if self._process is None:
                 self._start()
@@ -123,7 +124,7 @@ class TemplateProcess:
             if self._closed:
                 raise EngineStopped(_STOPPING) from None
             raise InvalidRequest("messages", f"the model's chat template: {error}") from None
-        except OSError as error:  # no file, no memory, no process
+        except OSError as error:  # out of files, memory or processes
             problem = f"there is no process for the chat template ({error.strerror})"
             raise QueueFull(f"{problem}; try again later") from None
         return text
@@ -136,7 +137,7 @@ class TemplateProcess:
         return frozenset(self._ask({"source": self._source})["reads"])
 
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer. Raises TemplateFailed; where none has come, the process is gone."""
+        """The answer. Raises TemplateFailed, and ends the process if it has not answered."""
         process = self._process
         assert process is not None
         try:

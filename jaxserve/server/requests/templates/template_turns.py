@@ -1,6 +1,6 @@
-"""Turns that a chat template loses or refuses, told in a way that it has.
+"""Rewrites turns that a chat template loses or refuses into turns that it supports.
 
-Templates are asked what they do with a few short chats, once, before any other.
+To find out, each template first renders a few short chats once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORDERS = (
     ("user", "assistant", "system", "user"),
 )
 _CALL: Message = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-_ID = "call12345"  # some want nine letters and digits
+_ID = "call12345"  # some templates want nine letters and digits
 _RESULT: Message = {"role": "tool", "name": "f", "tool_call_id": _ID, "content": _FIRST}
 _SILENT: Message = {"role": "assistant", "content": ""}
 _CALLING: Message = {**_SILENT, "tool_calls": [{"id": _ID, **_CALL}]}
@@ -32,15 +32,15 @@ _CALLED, _UNCALLED = [_USER, _CALLING, _RESULT], [_USER, _SILENT, _RESULT]
 
 
 class TemplateTurns:
-    """What a template does with turns.
+    """How a template treats turns.
 
     Args:
-        source: the template's.
-        rendered: the texts of chats without tools; None for one that it rejects.
+        source: the template's source.
+        rendered: the texts of the short chats; None for a chat that it rejects.
 
     Attributes:
-        has_calls: whether it renders calls, in a chat without tools.
-        lose_calls: whether it leaves them out, or what came of them.
+        has_calls: whether the template renders calls in a chat without tools.
+        lose_calls: whether it leaves out calls or their results.
     """
 
     def __init__(self, source: str, rendered: Rendered) -> None:
@@ -49,20 +49,20 @@ class TemplateTurns:
             text is not None and all(mark in text for mark in _marks(order))
             for text, order in zip(texts, _ORDERS, strict=True)
         )
-        # One that writes any role as it is given was not made for those that it does not name.
+        # A template that writes any role as it is was not made for roles that it does not name.
         self._knows = alone and _QUOTED.search(source) is not None
         self._beside, self._several = self._knows and beside, several
         self._later = {"developer": self._knows and later, "system": later_system}
-        if called is None:  # if it says anything of calls, it says what is wrong when it is asked
+        if called is None:  # if its source mentions calls, its error message helps
             self.has_calls = "tool_calls" in source
         else:
             self.has_calls = called != uncalled
         self.lose_calls = not self.has_calls or (called is not None and _FIRST not in called)
 
     def placed(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The chat with the instructions in it where the template has them. What is of the role
-        developer is of the role system where it knows no other; what it would lose is part of the
-        first of them."""
+        """The chat with its instructions where the template supports them. The role developer
+        becomes system if the template knows only that; instructions that it would lose are merged
+        into the first ones."""
         if not any(_instructs(each) for each in messages[1:]) and not (
             messages and messages[0]["role"] == "developer" and not self._knows
         ):
@@ -92,12 +92,12 @@ class TemplateTurns:
         return self._beside
 
     def _later_role(self, role: str) -> str:
-        """In which it has one behind other turns; "" for none."""
+        """The role for instructions after other turns; "" if the template supports none."""
         return next((each for each in (role, "system") if self._later[each]), "")
 
 
 def _chat(order: Sequence[str]) -> list[Message]:
-    """Turns of these roles; those with instructions have the marks."""
+    """A chat with turns of these roles; turns with instructions contain the marks."""
     marks, others = iter((_FIRST, _SECOND)), {"user": _USER, "assistant": _SAID}
     return [others.get(role) or {"role": role, "content": next(marks)} for role in order]
 

@@ -1,7 +1,7 @@
-"""The process that renders a checkpoint's chat template: a program of somebody else's.
+"""The process that renders a checkpoint's chat template, which is untrusted code.
 
-Jinja's sandbox keeps templates from Python's internals, not from looping or from filling the
-memory, so the process has limits. It imports little but Jinja, and starts in some 60 ms.
+Jinja's sandbox protects Python's internals, but does not stop endless loops or large allocations,
+so the process has limits. It imports little but Jinja, and starts in some 60 ms.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TOO_MUCH = f"needs more than {limits.MEMORY >> 20} MiB of memory"
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, with which templates mark what the model says, for training."""
+    """`{% generation %}`, by which templates mark the model's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -45,8 +45,8 @@ class GenerationBlock(Extension):
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """What templates are written for, as transformers has it. Constants are not folded, where even
-    a branch that is never taken would cost time and memory."""
+    """The environment of transformers, for which templates are written. Constants are not folded:
+    folding could cost time and memory even in a branch that is never taken."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -62,7 +62,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 @pass_context
 def _at_run_time(context: Context, value: Any) -> Any:
-    """The value; Jinja computes nothing at compile time that needs a context."""
+    """Returns the value. Jinja computes nothing at compile time that needs a context."""
     return value
 
 
@@ -73,7 +73,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, it does not write <, > and & as for HTML."""
+    """A `tojson` that, unlike Jinja's own, does not escape <, > and & for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -84,21 +84,21 @@ def _raise(message: str) -> None:
 
 
 class Worker:
-    """Compiles the template that it is asked first, and renders it from then on."""
+    """Compiles the template of the first question, and renders it for the later ones."""
 
     def __init__(self) -> None:
         self._render: Callable[[Mapping[str, Any]], str] | None = None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """`reads`, the variables that the template looks up, or `text`, or `texts` of several
-        chats, null for those that it rejects; or what is wrong, as `problem`."""
+        """The answer: `reads`, the variables that the template looks up; `text` of a chat; `texts`
+        of several chats, null for those that it rejects; or an error as `problem`."""
         try:
             if "several" in question:
                 return {"texts": [self.answer(each).get("text") for each in question["several"]]}
             if self._render is not None:
                 _read_arguments(question["messages"])
                 text = self._render(question)
-                text.encode()  # half a surrogate pair is no text
+                text.encode()  # raises for half a surrogate pair
                 return {"text": text}
             made, source = template_environment(), question["source"]
             reader = meta.TrackingCodeGenerator(made)
@@ -114,7 +114,7 @@ class Worker:
 
 
 def _read_arguments(messages: list[dict[str, Any]]) -> None:
-    """Has those of functions as templates want them, objects."""
+    """Turns the arguments of calls into objects, as templates want them."""
     for message in messages:
         for call in message.get("tool_calls", ()):
             function = call["function"]
@@ -122,8 +122,8 @@ def _read_arguments(messages: list[dict[str, Any]]) -> None:
 
 
 def serve_renders(connection: socket.socket) -> None:
-    """Answers until the other side closes the connection, or so much has been needed that another
-    process had better go on; `last` says so."""
+    """Answers until the other side closes the connection, or until so much memory was used that a
+    new process should go on; `last` says so."""
     worker, last = Worker(), False
     while not last:
         limit_time(limits.CPU_S)

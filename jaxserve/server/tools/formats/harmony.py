@@ -54,7 +54,7 @@ class _Parser(JsonCallParser):
 
 @register
 class Harmony(LeadingFormat):
-    """A message to a function, with which the text ends."""
+    """A message to a function, at the end of the text."""
 
     name = "harmony"
     signs = ("<|channel|>commentary", "<|channel|>analysis", "<|channel|>final")
@@ -75,8 +75,8 @@ class Harmony(LeadingFormat):
         return f"{rules.marker(_CHANNEL)} {head} {form} {rules.schema(schema_of(tool))}"
 
     def held(self, rules: Rules, parallel: bool) -> str:
-        """See `ToolFormat`. Where the model takes the mark behind a call for the text's end, there
-        is one call."""
+        """See `ToolFormat`. There is only one call if the model takes the mark after a call for the
+        end of the text."""
         if not parallel:
             return "call"
         between = f'{rules.marker(_CALL)} {rules.marker(_START)} "assistant"'

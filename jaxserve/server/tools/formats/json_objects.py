@@ -16,13 +16,13 @@ class _Parser(JsonCallParser):
         yield from self._calls("")
 
     def _after(self, marker: str) -> Steps[None]:
-        raise AssertionError(marker)  # there is none
+        raise AssertionError(marker)  # the format has no markers
 
 
 @register
 class JsonObjects(LeadingFormat):
-    """Bare objects, at the beginning of the text. Its name has to be given: nothing in a template
-    says so."""
+    """Bare objects at the beginning of the text. The format has to be chosen by name: templates
+    show no sign of it."""
 
     name = "json"
     plain_json = True

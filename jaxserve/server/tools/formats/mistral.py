@@ -17,7 +17,7 @@ _NOTHING = re.compile(
     rf"{_NAMED.pattern}(?<=\[ARGS\])(?:\s*(?:{'|'.join(NOTHING)})\s*(?=\[TOOL_CALLS\]|\Z)"
     r"|\s*(?=\[TOOL_CALLS\]))"
 )
-"""A call without arguments; what follows says that there are none to come."""
+"""Matches a call without arguments: the text after the name shows that none will follow."""
 _MOST = 256  # characters from the marker to the arguments
 
 

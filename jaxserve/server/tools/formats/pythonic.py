@@ -30,7 +30,7 @@ class _CallEnd:
         self._depth, self._quote, self._escaped = 0, "", False
 
     def feed(self, text: str) -> int | None:
-        """The place behind its last bracket."""
+        """The index after the call's last bracket."""
         at = 0
         if self._escaped and text:
             at, self._escaped = 1, False
@@ -88,7 +88,7 @@ class _Parser(CallParser):
         return called
 
     def _call(self, before: str) -> Steps[bool]:
-        """One call; if there is none, what was read is content."""
+        """Reads one call. If there is none, the text read so far is content."""
         while "(" not in self._held[:_LONGEST_NAME] and len(self._held) < _LONGEST_NAME:
             if self._ended:
                 break
@@ -117,7 +117,7 @@ class _Parser(CallParser):
 
 
 def _arguments(text: str) -> str | None:
-    """Those in brackets, as JSON; None if they are none."""
+    """The arguments in brackets as JSON; None if they are malformed."""
     try:
         call = ast.parse(f"f{text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -146,7 +146,7 @@ class Pythonic(LeadingFormat):
     parser = _Parser
 
     def call(self, rules: Rules, tool: Tool, place: int) -> str:
-        """See `ToolFormat`. Values are JSON, which the parser reads, too."""
+        """See `ToolFormat`. Values are JSON, which the parser also reads."""
         schema, where = flat(tool.parameters), f"tools.{place}.function.parameters"
         further = {"anyOf", "oneOf", "allOf", "$ref", "patternProperties"} & schema.keys()
         if further:
@@ -164,7 +164,8 @@ class Pythonic(LeadingFormat):
             if not (name.isascii() and name.isidentifier()) or name in _KEYWORDS:
                 problem = f"the format {self.name} cannot write this name"
                 raise InvalidRequest(f"{where}.properties.{name[:64]}", problem)
-        # From the last to the first: what may follow a parameter, and what follows where none came.
+        # From the last parameter to the first: the rules for what may follow it, and for a text
+        # without it.
         after_some, after_none = '")"', '")"'
         for name in reversed(names):
             given = properties[name]

@@ -1,6 +1,6 @@
 """<tool_call><function=NAME><parameter=NAME>VALUE</parameter></function></tool_call>: Qwen3-Coder.
 
-Strings stand there as they are, everything else as JSON; what a value is, its schema says.
+Strings are written as they are, other values as JSON; the schema decides which type a value has.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class _Parser(CallParser):
                 yield from self._literal(_END)
 
     def _parameters(self, root: Mapping[str, Any]) -> Steps[bool]:
-        """Returns whether the call is whole. root: the schema of all of them."""
+        """Reads the parameters. Returns whether the call is complete. root: the schema of all
+        parameters."""
         separator, schemas = "{", flat(root)
         known, others = schemas.get("properties", {}), schemas.get("additionalProperties")
         while True:
@@ -62,7 +63,7 @@ class _Parser(CallParser):
             value = yield from self._parameter_value()
             text, complete = value
             written = compact(value_of(text, allowed_by(known.get(name, others), root)))
-            if not complete:  # nobody knows how it would have gone on
+            if not complete:  # its type is unknown until it is complete
                 written = compact(text)[:-1]
             self._arguments(f"{separator}{compact(name)}: {written}")
             if not complete:
@@ -70,7 +71,7 @@ class _Parser(CallParser):
             separator = ", "
 
     def _parameter_value(self) -> Steps[tuple[str, bool]]:
-        """The text, and whether its end has come."""
+        """A value's text, and whether it is complete."""
         pieces: list[str] = []
         while True:
             at = self._held.find(_PARAMETER_END)
