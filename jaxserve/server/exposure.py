@@ -55,8 +55,8 @@ def _open(http: bool, metrics: bool, batches: bool) -> str:
 def _is_reachable(host: str) -> bool:
     """Whether other machines can reach the address."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return False  # listening there will fail and say so
-    addresses = (ipaddress.ip_address(str(each[4][0]).partition("%")[0]) for each in found)
+    addresses = (ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in infos)
     return not all(address.is_loopback for address in addresses)

@@ -122,7 +122,7 @@ class Frontends:
 
     def batches_handler(self) -> grpc.GenericRpcHandler:
         """gRPC's handler of jaxserve.v1.Batches."""
-        admissions = {each.name: self.few for each in BATCHES.methods}
+        admissions = {method.name: self.few for method in BATCHES.methods}
         # A client may follow a batch for hours.
         admissions["GetBatch"] = Admission(_READERS, "this server takes of GetBatch")
         service = BatchesService(self.batches)

@@ -47,19 +47,19 @@ class LoopThread:
     def iterate(self, items: AsyncGenerator[T, None]) -> Generator[T, None, None]:
         """Yields the items of a generator that runs on the loop. Closing the iterator closes the
         generator."""
-        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        queued: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
         async def read() -> None:
             try:
                 async with aclosing(items):
                     async for item in items:
-                        found.put(item)
+                        queued.put(item)
             finally:
-                found.put(_END)
+                queued.put(_END)
 
         reading = self.submit(read())
         try:
-            while (item := found.get()) is not _END:
+            while (item := queued.get()) is not _END:
                 yield item
             reading.result()
         finally:

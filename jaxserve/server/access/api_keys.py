@@ -37,10 +37,10 @@ class Unauthenticated(RuntimeError):
 def authorization(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
     """The authorization among HTTP's headers or gRPC's metadata; None unless there is exactly
     one."""
-    found = [value for name, value in headers if name in ("authorization", b"authorization")]
-    if len(found) != 1:
+    values = [value for name, value in headers if name in ("authorization", b"authorization")]
+    if len(values) != 1:
         return None
-    return found[0] if isinstance(found[0], bytes) else found[0].encode()
+    return values[0] if isinstance(values[0], bytes) else values[0].encode()
 
 
 class Caller:
@@ -167,10 +167,10 @@ class Keys:
         # This lookup need not take constant time. Its time could only tell something of a hash. No
         # key can be computed from a hash, and nobody can choose a key whose hash begins like
         # another one.
-        found = self._by_digest.get(digest_of(secret.strip()))
-        if found is None:
+        key = self._by_digest.get(digest_of(secret.strip()))
+        if key is None:
             raise Unauthenticated("authorization: the API key is not one of ours", given=True)
-        return Caller(*found)
+        return Caller(*key)
 
     def _look(self) -> None:
         """Reads the file again if it has changed."""
@@ -222,10 +222,10 @@ def _signature(path: Path | None) -> tuple[int, ...] | None:
     if path is None:
         return None
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _told(error: Exception) -> str:

@@ -55,23 +55,23 @@ class Browsers:
         if "*" in self.hosts or is_local(name) or _address(name) is not None:
             return True
         below = (f"*{name[dot:]}" for dot, letter in enumerate(name) if letter == ".")
-        return any(each in self.hosts for each in (name, *below))
+        return any(host in self.hosts for host in (name, *below))
 
     def _may_call(self, origin: str, hosts: Sequence[str]) -> bool:
         if "*" in self.origins or origin in self.origins:
             return True
-        found = _ORIGIN.fullmatch(origin)
-        if found is None:  # such as "null", from a sandboxed page
+        match = _ORIGIN.fullmatch(origin)
+        if match is None:  # such as "null", from a sandboxed page
             return False
-        name = _name(found[1])
-        return found[1].lower() in map(str.lower, hosts) or (name is not None and is_local(name))
+        name = _name(match[1])
+        return match[1].lower() in map(str.lower, hosts) or (name is not None and is_local(name))
 
 
 def _name(authority: str) -> str | None:
     """The host of "host:port", an IPv6 address without its brackets; None if the text has another
     form."""
-    found = _AUTHORITY.fullmatch(authority.strip())
-    return None if found is None else found[1].strip("[]").lower().removesuffix(".")
+    match = _AUTHORITY.fullmatch(authority.strip())
+    return None if match is None else match[1].strip("[]").lower().removesuffix(".")
 
 
 def is_local(name: str) -> bool:

@@ -92,9 +92,9 @@ class ApiKey:
     @property
     def limits(self) -> dict[str, int | str]:
         """The limits that differ from their defaults, by name."""
-        given = {name: getattr(self, field) for name, field in _FIELDS.items()}
+        values = {name: getattr(self, field) for name, field in _FIELDS.items()}
         return {
-            name: limit for name, limit in given.items() if limit != getattr(ApiKey, _FIELDS[name])
+            name: limit for name, limit in values.items() if limit != getattr(ApiKey, _FIELDS[name])
         }
 
     def line(self) -> str:
@@ -160,37 +160,37 @@ def parse_line(text: str) -> ApiKey | None:
     if len(words) < 2:
         raise ValueError("a line is a name, sha256:HASH, and limits")
     name, hashed, *limits = words
-    found = _HASH.fullmatch(hashed)
-    if found is None:  # not shown: it may be a key
+    match = _HASH.fullmatch(hashed)
+    if match is None:  # not shown: it may be a key
         raise ValueError(f"{check_name(name)}: the second word must be sha256: and 64 hex digits")
-    given: dict[str, Any] = {}
-    for each in limits:
-        limit, _, value = each.partition("=")
-        if limit not in LIMITS or limit in given:
+    values: dict[str, Any] = {}
+    for word in limits:
+        limit, _, value = word.partition("=")
+        if limit not in LIMITS or limit in values:
             raise ValueError(f"{limit!r} is not a limit, or there twice: {', '.join(LIMITS)}")
-        given[limit] = check_limit(limit, value)
-    return make_key(check_name(name), found[1], given)
+        values[limit] = check_limit(limit, value)
+    return make_key(check_name(name), match[1], values)
 
 
 def parse_lines(text: str, source: str) -> list[ApiKey]:
     """The keys in a text, in which no name or hash may occur twice. source: where the text is from,
     for errors. Raises ValueError."""
-    found: list[ApiKey] = []
+    keys: list[ApiKey] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             key = parse_line(line)
             if key is not None:
-                check_other(found, key)
-                found.append(key)
+                check_other(keys, key)
+                keys.append(key)
         except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error}") from None
-    return found
+    return keys
 
 
 def check_other(keys: list[ApiKey], key: ApiKey) -> None:
     """Raises ValueError if one of `keys` has the name or the hash of `key`."""
-    for each in keys:
-        if each.name == key.name:
+    for other in keys:
+        if other.name == key.name:
             raise ValueError(f"there are two keys named {key.name}")
-        if each.digest == key.digest:
-            raise ValueError(f"{key.name} and {each.name} have the same hash")
+        if other.digest == key.digest:
+            raise ValueError(f"{key.name} and {other.name} have the same hash")

@@ -184,11 +184,11 @@ class Result:
     @classmethod
     def from_json(cls, text: str) -> Result:
         """The inverse of `to_json`."""
-        found = json.loads(text, parse_float=lambda number: float(number))  # see `_fields`
-        error = found["error"]
-        completions = tuple(_completion(each) for each in found["completions"])
+        result = json.loads(text, parse_float=lambda number: float(number))  # see `_fields`
+        error = result["error"]
+        completions = tuple(_completion(completion) for completion in result["completions"])
         failed = None if error is None else LineError(**error)
-        return cls(found["name"], completions, failed, found.get("note", {}))
+        return cls(result["name"], completions, failed, result.get("note", {}))
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -197,21 +197,21 @@ def _fields(value: Any) -> dict[str, Any]:
     return vars(value)
 
 
-def _completion(found: dict[str, Any]) -> Completion:
-    found["finish_reason"] = FinishReason(found["finish_reason"])
-    found["usage"] = Usage(**found["usage"])
-    found["timings"] = Timings(**_frozen(found["timings"]))
-    found["token_ids"] = tuple(found["token_ids"])
+def _completion(fields: dict[str, Any]) -> Completion:
+    fields["finish_reason"] = FinishReason(fields["finish_reason"])
+    fields["usage"] = Usage(**fields["usage"])
+    fields["timings"] = Timings(**_frozen(fields["timings"]))
+    fields["token_ids"] = tuple(fields["token_ids"])
     for name in ("logprobs", "prompt_logprobs"):
-        found[name] = tuple(
-            TokenLogprobs(each["token_id"], each["logprob"], _frozen(each["top"]))
-            for each in found.get(name, ())  # older journals have no prompt_logprobs
+        fields[name] = tuple(
+            TokenLogprobs(entry["token_id"], entry["logprob"], _frozen(entry["top"]))
+            for entry in fields.get(name, ())  # older journals have no prompt_logprobs
         )
-    return Completion(**found)
+    return Completion(**fields)
 
 
 def _frozen(value: Any) -> Any:
     """The value with all nested lists turned back into tuples."""
     if isinstance(value, dict):
-        return {name: _frozen(each) for name, each in value.items()}
+        return {name: _frozen(item) for name, item in value.items()}
     return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -181,8 +181,8 @@ class Batches:
 
     async def noted(self, owner: str, *, after: str | None, limit: int) -> list[Progress]:
         """`Journal.noted`."""
-        found = await self._disk.run(lambda: self._journal.noted(owner, after=after, limit=limit))
-        return [self._progress(status) for status in found]
+        batches = await self._disk.run(lambda: self._journal.noted(owner, after=after, limit=limit))
+        return [self._progress(status) for status in batches]
 
     async def results(
         self, batch_id: str, first: int, *, follow: bool, owner: str = ""

@@ -148,15 +148,15 @@ class BatchRunner:
         while True:
             self._work.clear()
             after = self._read | dict.fromkeys(self._starting, _END)
-            found = await self._on_disk(self._journal.waiting, self._model, after, _AHEAD)
+            batch_lines = await self._on_disk(self._journal.waiting, self._model, after, _AHEAD)
             ahead: dict[str, list[Work]] = {}
-            for work in found:
+            for work in batch_lines:
                 ahead.setdefault(work.owner, []).append(work)
                 self._read[work.owner] = work.position
             for owner, lines in ahead.items():
                 self._starting.add(owner)
                 self._spawn(self._start_lines(owner, lines))
-            if len(found) < _AHEAD:
+            if len(batch_lines) < _AHEAD:
                 await self._work.wait()
 
     async def _start_lines(self, owner: str, lines: Sequence[Work]) -> None:
@@ -300,11 +300,11 @@ async def _whole(stream: Stream) -> list[Delta] | None:
         known = whole.setdefault(delta.index, delta)
         if known is not delta:
             known.extend(delta)
-    found = [each for _, each in sorted(whole.items())]
-    lasts = [each.last for each in found]
+    deltas = [whole_delta for _, whole_delta in sorted(whole.items())]
+    lasts = [whole_delta.last for whole_delta in deltas]
     if any(last is None or last.finish_reason in (None, FinishReason.CANCELLED) for last in lasts):
         return None
-    return found
+    return deltas
 
 
 def _completion(whole: Delta) -> Completion:

@@ -154,10 +154,10 @@ class Journal:
 
     def status(self, batch_id: str, owner: str = "") -> Status:
         """Status of a batch. Raises UnknownBatch."""
-        found = self._find(batch_id, owner)
-        if found is None:
+        batch = self._find(batch_id, owner)
+        if batch is None:
             raise UnknownBatch(batch_id)
-        return found
+        return batch
 
     def noted(self, owner: str, *, after: str | None, limit: int) -> list[Status]:
         """At most `limit` batches that have a note, the latest first, starting behind the one with
@@ -186,7 +186,7 @@ class Journal:
         Raises:
             UnknownBatch: If there is no such batch.
         """
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         with self._lock:
             key = self.status(batch_id, owner).key
             rows = self._db.execute(
@@ -195,13 +195,13 @@ class Journal:
                 (key, first),
             )
             for line, result, failed in rows:
-                if gapless and line != first + len(found):
+                if gapless and line != first + len(outcomes):
                     break
                 max_bytes -= len(result)
-                if found and max_bytes < 0:
+                if outcomes and max_bytes < 0:
                     break
-                found.append(Outcome(key, line, result, bool(failed)))
-        return found
+                outcomes.append(Outcome(key, line, result, bool(failed)))
+        return outcomes
 
     def waiting(self, model: str, after: Mapping[str, Position], limit: int) -> list[Work]:
         """Lines without a result, of batches that are being served. They come in the order of
@@ -221,19 +221,19 @@ class Journal:
             )
             for owner, *batch in rows.fetchall():
                 committed.setdefault(owner, []).append(tuple(batch))
-            each = -(-limit // max(len(committed), 1))
-            found = [
-                self._lines(owner, batches, after.get(owner, _BEGINNING), each)
+            share = -(-limit // max(len(committed), 1))
+            waiting_work = [
+                self._lines(owner, batches, after.get(owner, _BEGINNING), share)
                 for owner, batches in committed.items()
             ]
-        in_turn = (work for turn in zip_longest(*found) for work in turn if work is not None)
+        in_turn = (work for turn in zip_longest(*waiting_work) for work in turn if work is not None)
         return list(islice(in_turn, limit))
 
     def _lines(
         self, owner: str, batches: Sequence[tuple[int, int, str]], after: Position, limit: int
     ) -> list[Work]:
         """Waiting lines of one owner. batches: key, place and id of each."""
-        found: list[Work] = []
+        work: list[Work] = []
         for key, place, name in batches:
             if place < after.place:
                 continue
@@ -242,22 +242,22 @@ class Journal:
                 "SELECT line, request FROM lines WHERE batch = ?1 AND line > ?2 AND NOT"
                 " EXISTS (SELECT 1 FROM results WHERE batch = ?1 AND line = lines.line)"
                 " ORDER BY line LIMIT ?3",
-                (key, behind, limit - len(found)),
+                (key, behind, limit - len(work)),
             )
-            found += [
+            work += [
                 Work(Position(place, line), key, request, name, owner) for line, request in rows
             ]
-            if len(found) == limit:
+            if len(work) == limit:
                 break
-        return found
+        return work
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
         """Stores results. Results of a batch that has ended, was cancelled or is gone are dropped,
         and a line that already has a result keeps it."""
         with self._transaction() as db:
-            for given in outcomes:
-                whole = replace(given, result=given.instead, failed=True)
-                outcome = given if self._has_room(given) else whole
+            for new in outcomes:
+                whole = replace(new, result=new.instead, failed=True)
+                outcome = new if self._has_room(new) else whole
                 cursor = db.execute(
                     "INSERT INTO results SELECT key, :line, :failed, :result FROM batches"
                     " WHERE key = :batch AND state = :served ON CONFLICT DO NOTHING",

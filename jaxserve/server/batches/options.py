@@ -23,16 +23,16 @@ def batch_directory(server: ServerConfig) -> Path | None:
     """The journal's directory; None if there are no batches. "auto" means none for a server on any
     free port, since its next run would not find them. Raises ConfigError if "~" has no home
     directory."""
-    given, port = server.batch_dir, server.port
-    if given == AUTO:
-        given = f"~/.local/state/jaxserve/batches-{port}" if port else ""
+    directory, port = server.batch_dir, server.port
+    if directory == AUTO:
+        directory = f"~/.local/state/jaxserve/batches-{port}" if port else ""
     try:
-        return Path(given).expanduser() if given else None
+        return Path(directory).expanduser() if directory else None
     except RuntimeError:
         if server.batch_dir == AUTO:
             log.warning("no batches are taken: there is no home directory; %s", OTHER_DIRECTORIES)
             return None
-        problem = f"there is no home directory for {given}; {OTHER_DIRECTORIES}"
+        problem = f"there is no home directory for {directory}; {OTHER_DIRECTORIES}"
         raise ConfigError(f"server.batch_dir: {problem}") from None
 
 

@@ -54,28 +54,30 @@ def line_from_message(message: pb.BatchLine) -> tuple[Line, InvalidRequest | Non
 
 def status_message(progress: Progress) -> pb.BatchStatus:
     """The message for a batch's status."""
-    told, state = progress.status, STATES[progress.status.state]
-    same = {name: getattr(told, name) for name in _SAME}
+    status, state = progress.status, STATES[progress.status.state]
+    same = {name: getattr(status, name) for name in _SAME}
     return pb.BatchStatus(state=state, waiting=progress.waiting, running=progress.running, **same)
 
 
 def result_message(outcome: Outcome) -> pb.BatchResult:
     """The message for a line's result."""
-    found = Result.from_json(outcome.result)
+    result = Result.from_json(outcome.result)
     return pb.BatchResult(
         line=outcome.line,
-        id=found.name,
-        completions=map(_completion, found.completions),
-        error=None if found.error is None else pb.BatchError(**asdict(found.error)),
+        id=result.name,
+        completions=map(_completion, result.completions),
+        error=None if result.error is None else pb.BatchError(**asdict(result.error)),
     )
 
 
-def _completion(found: Completion) -> pb.Completion:
+def _completion(completion: Completion) -> pb.Completion:
     return pb.Completion(
-        index=found.index,
-        text=found.text,
-        token_ids=found.token_ids,
-        logprobs=map(message_conversion.logprobs_message, found.logprobs),
-        prompt_logprobs=map(message_conversion.logprobs_message, found.prompt_logprobs),
-        finish=message_conversion.finish_message(found.finish_reason, found.usage, found.timings),
+        index=completion.index,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        logprobs=map(message_conversion.logprobs_message, completion.logprobs),
+        prompt_logprobs=map(message_conversion.logprobs_message, completion.prompt_logprobs),
+        finish=message_conversion.finish_message(
+            completion.finish_reason, completion.usage, completion.timings
+        ),
     )

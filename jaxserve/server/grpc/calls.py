@@ -177,10 +177,10 @@ class Calls:
             longest: bytes of the longest request.
         """
         handlers = {}
-        for each in service.methods:
-            kind = message_factory.GetMessageClass(each.input_type)
-            rpc = _Rpc(getattr(servicer, each.name), admissions.get(each.name), kind, longest)
-            handlers[each.name] = self._handler(each.name, rpc)
+        for method in service.methods:
+            kind = message_factory.GetMessageClass(method.input_type)
+            rpc = _Rpc(getattr(servicer, method.name), admissions.get(method.name), kind, longest)
+            handlers[method.name] = self._handler(method.name, rpc)
         return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
     def _handler(self, name: str, rpc: _Rpc) -> grpc.RpcMethodHandler:

@@ -82,5 +82,5 @@ class GenerationService:
         pairs = pooling_conversion.pairs_from_message(message)
         tokens = pooling_conversion.tokens_from_message(message)
         template = message.template if message.HasField("template") else None
-        found = await scores(requests, shared, pairs, self._scoring, tokens, template, record)
-        return pooling_conversion.score_response(record.request_id, found, record.last)
+        scored = await scores(requests, shared, pairs, self._scoring, tokens, template, record)
+        return pooling_conversion.score_response(record.request_id, scored, record.last)

@@ -21,7 +21,7 @@ from jaxserve.server.requests.engine_client import EngineClient
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
 BATCHES = batches_pb2.DESCRIPTOR.services_by_name["Batches"]
 SERVICES = (GENERATION.full_name, BATCHES.full_name)
-METHODS = tuple(each.name for service in (GENERATION, BATCHES) for each in service.methods)
+METHODS = tuple(method.name for service in (GENERATION, BATCHES) for method in service.methods)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _REFLECTION = "/grpc.reflection."
 _MIB = 1 << 20

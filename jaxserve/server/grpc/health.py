@@ -60,12 +60,12 @@ class Health(health_pb2_grpc.HealthServicer):
             await context.abort(_FULL, str(error))
         leave: Callable[[], None] = self._watchers.leave
         try:
-            told = None
+            sent = None
             while True:
                 changed, status = self._changed, self._status(request.service)
-                if status != told:
+                if status != sent:
                     await self._writes.wait(context.write(_Reply(status=status)))
-                told = status
+                sent = status
                 await changed.wait()
         except SlowReader as error:
             self._watchers.give_up()

@@ -208,8 +208,8 @@ def server_info_message(
     fields = {**asdict(info), "pooling": _POOLING_VALUES[info.pooling.pooling]}
     fields["normalize"] = info.pooling.normalize
     listed = [
-        pb.SloClass(name=name, targets=targets_ms(one.slo), tier=_TIER_VALUES[one.tier])
-        for name, one in classes.items()
+        pb.SloClass(name=name, targets=targets_ms(level.slo), tier=_TIER_VALUES[level.tier])
+        for name, level in classes.items()
     ]
     return pb.GetServerInfoResponse(version=__version__, **fields, slo_classes=listed)
 
@@ -254,5 +254,5 @@ def _find_unknown(name: str, message: Message) -> None:
         if isinstance(value, Message):
             _find_unknown(descriptor.name, value)
         elif descriptor.message_type is not None and not isinstance(value, Mapping):
-            for each in value:
-                _find_unknown(descriptor.name, each)
+            for item in value:
+                _find_unknown(descriptor.name, item)

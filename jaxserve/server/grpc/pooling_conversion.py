@@ -40,8 +40,8 @@ def inputs_of(message: pb.EmbedRequest) -> list[str | Sequence[int]]:
     if not message.inputs:
         raise InvalidRequest("inputs", f"has none; 1 to {MAX_INPUTS} are taken")
     return [
-        message_conversion.prompt_from_message(each, f"inputs.{place}")
-        for place, each in enumerate(message.inputs)
+        message_conversion.prompt_from_message(entry, f"inputs.{place}")
+        for place, entry in enumerate(message.inputs)
     ]
 
 
@@ -49,15 +49,15 @@ def embed_responses(request_id: str, outputs: Sequence[Output]) -> Iterator[pb.E
     """Messages with the vectors, in order."""
     response, size = pb.EmbedResponse(request_id=request_id), 0
     for index, output in enumerate(outputs):
-        found = pooled(output)
-        if size and size + len(found) > _MESSAGE_VALUES:
+        vector = pooled(output)
+        if size and size + len(vector) > _MESSAGE_VALUES:
             yield response
             response, size = pb.EmbedResponse(request_id=request_id), 0
-        size += len(found)
+        size += len(vector)
         assert output.usage is not None and output.timings is not None
         response.embeddings.add(
             index=index,
-            values=found.tolist(),
+            values=vector.tolist(),
             usage=pb.Usage(**asdict(output.usage)),
             timings=pb.Timings(**timings_ms(output.timings)),
             slo=_verdict(output),
@@ -86,11 +86,11 @@ def tokens_from_message(message: pb.ScoreRequest) -> list[str | int] | None:
     if not message.HasField("tokens"):
         return None
     tokens: list[str | int] = []
-    for place, each in enumerate(message.tokens.tokens):
-        which = each.WhichOneof("token")
+    for place, token in enumerate(message.tokens.tokens):
+        which = token.WhichOneof("token")
         if which is None:
             raise InvalidRequest(f"tokens.{place}", "is empty; set text or id")
-        tokens.append(getattr(each, which))
+        tokens.append(getattr(token, which))
     return tokens
 
 
@@ -98,9 +98,9 @@ def score_response(
     request_id: str, scores: Sequence[tuple[float, Output | None]], outputs: Sequence[Output]
 ) -> pb.ScoreResponse:
     """The message with all scores. outputs: the last output of each prompt."""
-    told = [each.usage for each in outputs if each.usage is not None]
+    usages = [each.usage for each in outputs if each.usage is not None]
     names = [field.name for field in fields(Usage)]
-    usage = pb.Usage(**{name: sum(getattr(each, name) for each in told) for name in names})
+    usage = pb.Usage(**{name: sum(getattr(each, name) for each in usages) for name in names})
     return pb.ScoreResponse(
         request_id=request_id,
         scores=[

@@ -116,11 +116,11 @@ def _add_models(app: FastAPI, context: RouteContext) -> None:
         limit = min(info.max_model_len, info.pool_tokens)
         usual = {"object": "model", "created": started, "owned_by": "jaxserve"}
         # vLLM has these, too, and its `bench serve` reads them.
-        found = [{"id": info.model, **usual, "root": info.model, "parent": None}]
-        for one in context.requests.adapters(record_of(http).caller):
-            found.append({"id": one.name, **usual, "root": one.path, "parent": info.model})
+        models = [{"id": info.model, **usual, "root": info.model, "parent": None}]
+        for adapter in context.requests.adapters(record_of(http).caller):
+            models.append({"id": adapter.name, **usual, "root": adapter.path, "parent": info.model})
         more = {"max_model_len": limit, "sampling_defaults": dict(info.sampling_defaults)}
-        return [{**each, **more} for each in found]
+        return [{**model, **more} for model in models]
 
     @app.get("/v1/models")
     async def models(http: Request) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _add_models(app: FastAPI, context: RouteContext) -> None:
     async def model(model: str, http: Request) -> dict[str, Any]:
         """One of the models, by its name."""
         name = context.adapter_of(model, record_of(http).caller) or context.model
-        return next(each for each in described(http) if each["id"] == name)
+        return next(entry for entry in described(http) if entry["id"] == name)
 
 
 def _add_tokens(app: FastAPI, context: RouteContext) -> None:
@@ -146,8 +146,8 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
             special = body.add_special_tokens
             encoding = context.requests.encode(body.prompt, tenant, special=special)
         else:
-            given = context.template, body, tenant
-            rendering = await beside_if_tools(context, body, tenant, render_chat, *given)
+            arguments = context.template, body, tenant
+            rendering = await beside_if_tools(context, body, tenant, render_chat, *arguments)
             encode = functools.partial(context.requests.encode, tenant=tenant)
             encoding = context.template.encode(await asyncio.wrap_future(rendering), encode)
         tokens = await encoding
@@ -158,10 +158,10 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
     async def detokenize(body: DetokenizeRequest, http: Request) -> dict[str, str]:
         """The text of token ids, without special tokens."""
         context.adapter_of(body.model, record_of(http).caller)
-        info, given = context.requests.info(), len(body.tokens)
-        if given > info.max_model_len:
+        info, count = context.requests.info(), len(body.tokens)
+        if count > info.max_model_len:
             limits = f"at most {info.max_model_len} are allowed"
-            raise InvalidRequest("tokens", f"has {given} entries; {limits}")
+            raise InvalidRequest("tokens", f"has {count} entries; {limits}")
         last = info.vocab_size - 1
         for bad in (each for each in body.tokens if not 0 <= each <= last):
             raise InvalidRequest("tokens", f"token id {bad} is outside 0..{last}")

@@ -150,8 +150,8 @@ def record_of(request: Request) -> CallRecord:
 
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     """The error for a defect of the server, which is also logged."""
-    told = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
-    return error_response(request, told)
+    api_error = ApiError(500, f"internal error: {type(error).__name__}", code="internal")
+    return error_response(request, api_error)
 
 
 async def _of_http(request: Request, error: Exception) -> JSONResponse:
@@ -164,8 +164,10 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    found = [{**each, "loc": each["loc"][1:]} for each in error.errors()]  # drops "body"
-    where, message, code = validation_message(found)
+    problems = [
+        {**problem, "loc": problem["loc"][1:]} for problem in error.errors()
+    ]  # drops "body"
+    where, message, code = validation_message(problems)
     return error_response(request, ApiError(400, message, param=where, code=code))
 
 
@@ -198,12 +200,14 @@ _WORDS = {
 }
 
 
-def validation_message(found: Sequence[Any]) -> tuple[str | None, str, str]:
+def validation_message(problems: Sequence[Any]) -> tuple[str | None, str, str]:
     """Describes what pydantic found wrong: the field, or None for the whole body; one line of text;
     and the error's code."""
     # For a union, pydantic reports all alternatives: take the one with the longest location, and
     # prefer lists to strings.
-    first = max(found, key=lambda each: (len(each["loc"]), each["type"] != "string_type"))
+    first = max(
+        problems, key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type")
+    )
     unknown = first["type"] == _UNKNOWN
     code = "unknown_field" if unknown else "invalid_value"
     *way, last = map(str, first["loc"] or ("",))

@@ -75,8 +75,8 @@ class LiveFeed(Observer):
         """A call has ended. The engine never sees a call that was refused, but its targets count as
         missed."""
         if record.outcome in _TURNED_AWAY:
-            targets = [each for each in record.requests if each.slo != SLO()]
-            count = sum(each.sampling.n for each in targets) - len(record.last)
+            targets = [request for request in record.requests if request.slo != SLO()]
+            count = sum(request.sampling.n for request in targets) - len(record.last)
             for _ in range(count):
                 self._verdicts.append((time.monotonic(), targets[0].slo_class, REFUSED))
 
@@ -181,12 +181,12 @@ class LiveFeed(Observer):
         # A request whose end was never reported counts only as long as its class has running
         # requests.
         lost = {name: min(count, live[name]) for name, count in self._given_up.copy().items()}
-        found = []
+        classes = []
         for name in sorted({*parts, *(name for name, count in lost.items() if count)}):
             met, missed, refused = (sum(kind) for kind in zip(*parts[name], strict=True))
-            told = {"class": name, "met": met, "missed": missed, "refused": refused}
-            found.append({**told, "given_up": lost.get(name, 0), "history": parts[name]})
-        return found
+            counts = {"class": name, "met": met, "missed": missed, "refused": refused}
+            classes.append({**counts, "given_up": lost.get(name, 0), "history": parts[name]})
+        return classes
 
 
 def _sample(uses: np.ndarray, every: int) -> np.ndarray:
@@ -218,14 +218,14 @@ def scheduling_decision(step: StepStats, stats: EngineStats, limits: SchedulerCo
 def _why(step: StepStats, stats: EngineStats, limits: SchedulerConfig) -> str:
     if not stats.waiting:
         return "nobody else waits"
-    who = f"{stats.waiting} wait" if stats.waiting > 1 else "1 waits"
+    waiting = f"{stats.waiting} wait" if stats.waiting > 1 else "1 waits"
     if step.num_tokens >= limits.max_batch_tokens:
-        return f"the batch is full, {who}"
+        return f"the batch is full, {waiting}"
     if step.num_rows >= limits.max_rows:
-        return f"all {limits.max_rows} rows are taken, {who}"
+        return f"all {limits.max_rows} rows are taken, {waiting}"
     if stats.blocks_free <= _FULL * stats.blocks_total:
-        return f"the pool is full, {who}"
-    return f"the policy holds back, {who}"
+        return f"the pool is full, {waiting}"
+    return f"the policy holds back, {waiting}"
 
 
 def _counted(count: int, what: str) -> str:

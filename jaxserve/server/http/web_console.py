@@ -58,17 +58,17 @@ def add_console(app: FastAPI, context: RouteContext, feed: LiveFeed) -> None:
     @app.get("/console/info", include_in_schema=False)
     async def info() -> dict[str, Any]:
         """Which options a request has here, and their defaults."""
-        found = context.requests.info()
-        told = {name: getattr(found, name) for name in ("model", "policy", "device")}
+        engine_info = context.requests.info()
+        fields = {name: getattr(engine_info, name) for name in ("model", "policy", "device")}
         usual = SamplingParams(**sampling_fields(Generation(), context.sampling_defaults))
-        chat, most = context.template.own, min(found.max_model_len, found.pool_tokens)
+        chat, most = context.template.own, min(engine_info.max_model_len, engine_info.pool_tokens)
         return {
-            **told,
+            **fields,
             "version": __version__,
             "chat": chat,
-            "causal": found.causal,
+            "causal": engine_info.causal,
             "max_model_len": most,
-            "adapters": [one.name for one in context.requests.adapters(READER.get())],
+            "adapters": [adapter.name for adapter in context.requests.adapters(READER.get())],
             "slo_classes": {
                 name: {"targets": targets_ms(level.slo), "tier": level.tier.name.lower()}
                 for name, level in context.requests.slo_classes.items()

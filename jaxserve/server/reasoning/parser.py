@@ -28,12 +28,12 @@ class ReasoningParser(TextParser):
         """Passes on white space only once it is clear that it is within the thought."""
         if not self._thinks:
             text, self._thinks = text.lstrip(), bool(text.strip())
-        told = text.rstrip()
-        if told:
-            self._pieces.append(Reasoning("".join(self._space) + told))
+        stripped = text.rstrip()
+        if stripped:
+            self._pieces.append(Reasoning("".join(self._space) + stripped))
             self._space = []
-        if len(told) < len(text):
-            self._space.append(text[len(told) :])
+        if len(stripped) < len(text):
+            self._space.append(text[len(stripped) :])
 
     def _thought(self) -> None:
         """The thought has ended."""

@@ -127,7 +127,7 @@ def find_format(source: str, name: str = "") -> ReasoningFormat | None:
             names = ", ".join([NONE, *sorted(known)])
             raise ConfigError(f"server.reasoning_format: must be auto, {names}; got {name!r}")
         return known[name]()
-    for form in sorted(known.values(), key=lambda each: (each.rank, each.name)):
+    for form in sorted(known.values(), key=lambda known_form: (known_form.rank, known_form.name)):
         if any(sign in source for sign in form.signs):
             return form()
     return None

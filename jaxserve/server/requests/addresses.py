@@ -20,15 +20,15 @@ def addresses_of(host: str, port: int) -> list[Address]:
     containers, "localhost" may still resolve to an IPv6 address, which is left out. Raises
     ConfigError for an unknown host, or another machine's."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"server.host: {host!r}: {error.strerror}") from None
-    here: list[Address] = list(
-        dict.fromkeys((each[0], each[4]) for each in found if _is_here(each[0], each[4]))
+    local: list[Address] = list(
+        dict.fromkeys((info[0], info[4]) for info in infos if _is_here(info[0], info[4]))
     )
-    if not here:
+    if not local:
         raise ConfigError(f"server.host: {host!r}: this machine has no such address")
-    return here
+    return local
 
 
 def bind_sockets(host: str, port: int, backlog: int) -> list[socket.socket]:

@@ -29,13 +29,13 @@ class EngineLoad:
 
     def header(self) -> str:
         """The value of LOAD_HEADER; its metrics have vLLM's names, as at /metrics."""
-        told = {
+        values = {
             "kv_cache_usage_perc": self.kv_cache_usage,
             "num_requests_waiting": self.waiting,
             "num_requests_running": self.running,
         }
         return "TEXT " + ", ".join(
-            f"named_metrics.{name}={value:g}" for name, value in told.items()
+            f"named_metrics.{name}={value:g}" for name, value in values.items()
         )
 
 

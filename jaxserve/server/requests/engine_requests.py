@@ -170,15 +170,17 @@ class EngineRequests:
         if the caller has no adapter with this name."""
         if model in ("", self.info().model):
             return ""
-        for one in self.adapters(caller):
-            if one.name == model:
+        for adapter in self.adapters(caller):
+            if adapter.name == model:
                 return model
         raise UnknownAdapter(model)
 
     def adapters(self, caller: Caller | None) -> list[Adapter]:
         """The adapters that the caller's requests may name."""
         return [
-            one for one in self._engine.adapters() if caller is None or caller.may_use(one.name)
+            adapter
+            for adapter in self._engine.adapters()
+            if caller is None or caller.may_use(adapter.name)
         ]
 
     def stop_admission(self) -> None:
@@ -195,8 +197,8 @@ class EngineRequests:
         afterwards."""
         self._router.fail_all(SHUTTING_DOWN)
         threads = self._encoders, self._long_encoders, self._grammars, self._lines, self._others
-        for each in threads:
-            each.close()
+        for pool in threads:
+            pool.close()
 
     def cancel_all(self) -> None:
         """Cancels every running request. Each stream ends with the engine's final output for it."""
@@ -415,9 +417,11 @@ class EngineRequests:
             return
         size = params.n * logprobs_size(tokens, tokens * (1 + asked))
         if size > self._buffer_bytes / 2:
-            each = f"{asked} of each of {tokens} tokens take {size >> 10} KiB"
+            problem = f"{asked} of each of {tokens} tokens take {size >> 10} KiB"
             most = f"{int(self._buffer_bytes) >> 11}, half of server.stream_buffer_kib"
-            raise InvalidRequest("prompt_logprobs", f"{each}, n={params.n} times; at most {most}")
+            raise InvalidRequest(
+                "prompt_logprobs", f"{problem}, n={params.n} times; at most {most}"
+            )
 
     def open_stream(
         self, request: Request, *, bounded: bool = True, record: CallRecord | None = None

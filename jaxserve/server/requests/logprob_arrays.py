@@ -37,13 +37,13 @@ class LogprobArrays:
 
     def entries(self) -> list[TokenLogprobs]:
         """One entry for each token."""
-        found, begin = [], 0
+        entries, begin = [], 0
         for count in self._counts:
             end = begin + count
             top = tuple(zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True))
-            found.append(TokenLogprobs(self._ids[begin], self._values[begin], top))
+            entries.append(TokenLogprobs(self._ids[begin], self._values[begin], top))
             begin = end
-        return found
+        return entries
 
 
 def logprobs_bytes(tokens: int, values: int) -> int:

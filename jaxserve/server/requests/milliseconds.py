@@ -12,11 +12,11 @@ from jaxserve.sched.slo.verdict import Verdict
 
 def timings_ms(timings: Timings) -> dict[str, float | None]:
     """The latencies of a continuation, as clients get them."""
-    told = {
+    times = {
         name: getattr(timings, name) for name in ("preprocess", "queue", "ttft", "tbt", "total")
     }
-    told["max_tbt"] = timings.tbt_max
-    return {f"{name}_ms": None if time is None else time * 1000 for name, time in told.items()}
+    times["max_tbt"] = timings.tbt_max
+    return {f"{name}_ms": None if time is None else time * 1000 for name, time in times.items()}
 
 
 def targets_ms(slo: SLO) -> dict[str, float]:
@@ -34,7 +34,11 @@ def verdict_fields(verdict: Verdict) -> dict[str, Any]:
         "targets_met": {name: met for name, met in judged.items() if met is not None},
         "met": verdict.met,
         "problems": [
-            {"kind": str(one.kind), "target_ms": one.target * 1000, "limit_ms": one.limit * 1000}
-            for one in verdict.problems
+            {
+                "kind": str(problem.kind),
+                "target_ms": problem.target * 1000,
+                "limit_ms": problem.limit * 1000,
+            }
+            for problem in verdict.problems
         ],
     }

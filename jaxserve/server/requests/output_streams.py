@@ -252,8 +252,8 @@ class OutputRouter:
             DuplicateRequest: If a stream with this id is open.
         """
         if request_id in self._streams:
-            given = request_id if record is None else record.caller.own(request_id)
-            raise DuplicateRequest(f"request_id: {given!r} is already running")
+            own_id = request_id if record is None else record.caller.own(request_id)
+            raise DuplicateRequest(f"request_id: {own_id!r} is already running")
         stream = self._streams[request_id] = Stream(
             request_id,
             n,

@@ -40,8 +40,8 @@ class ServiceLevel:
         """The level with a request's own targets in place of the class's, and its tier unless that
         is None."""
         own = {name: getattr(slo, name) for name in ALL_TARGETS}
-        given = {name: target for name, target in own.items() if target is not None}
-        merged = dataclasses.replace(self.slo, **given)
+        targets = {name: target for name, target in own.items() if target is not None}
+        merged = dataclasses.replace(self.slo, **targets)
         return dataclasses.replace(self, slo=merged, tier=self.tier if tier is None else tier)
 
 
@@ -94,8 +94,8 @@ def _default_level(classes: Mapping[str, ServiceLevel], key: ApiKey) -> ServiceL
     """The level of a request that names no class. Targets tighter than the key allows are loosened,
     since the client has not asked for them."""
     level = _with_tier(find_slo_class(classes, key.slo_class), key)
-    given = {name: getattr(level.slo, name) for name in ALL_TARGETS}
-    loose = {n: max(t, getattr(key, _bound(n)) / 1000) for n, t in given.items() if t is not None}
+    targets = {name: getattr(level.slo, name) for name in ALL_TARGETS}
+    loose = {n: max(t, getattr(key, _bound(n)) / 1000) for n, t in targets.items() if t is not None}
     return dataclasses.replace(level, slo=SLO(**loose))
 
 
@@ -143,11 +143,11 @@ def _permitted(
 def slo_classes(texts: Mapping[str, object]) -> dict[str, ServiceLevel]:
     """The classes of `server.slo_classes` by name, in alphabetical order. Raises ConfigError,
     naming the class."""
-    given = dict(sorted(texts.items()))
-    if len(given) > MAX_CLASSES:
-        problem = f"has {len(given)} classes; at most {MAX_CLASSES} are allowed"
+    by_name = dict(sorted(texts.items()))
+    if len(by_name) > MAX_CLASSES:
+        problem = f"has {len(by_name)} classes; at most {MAX_CLASSES} are allowed"
         raise ConfigError(f"server.slo_classes: {problem}")
-    return {name: _parsed(name, text) for name, text in given.items()}
+    return {name: _parsed(name, text) for name, text in by_name.items()}
 
 
 def _parsed(name: str, text: object) -> ServiceLevel:

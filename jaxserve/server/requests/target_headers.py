@@ -45,28 +45,28 @@ class HeaderTargets(NamedTuple):
 
 def target_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Headers:
     """The headers of a call that set targets, unparsed, with names in lower case."""
-    found = ((_text(name), value) for name, value in headers)
-    return [(name, _text(value)) for name, value in found if name in _NAMES]
+    pairs = ((_text(name), value) for name, value in headers)
+    return [(name, _text(value)) for name, value in pairs if name in _NAMES]
 
 
 def header_targets(headers: Headers) -> HeaderTargets:
     """Parses the targets. Raises InvalidRequest, which names the header, for a header that occurs
     twice or is not a time."""
-    given: dict[str, float] = {}
+    targets: dict[str, float] = {}
     for name, value in headers:
-        if name in given:
+        if name in targets:
             raise InvalidRequest(name, "is there twice; at most one is taken")
         if not (_NUMBER.fullmatch(value) and 0 < float(value) <= _MAX_MS):
             limits = f"a number of milliseconds, above 0 and at most {_MAX_MS:,}"
             raise InvalidRequest(name, f"must be {limits}, got {value!r:.80}")
-        given[name] = float(value)
+        targets[name] = float(value)
     names = {
         target: name
         for wins in (TARGET_HEADERS, _LLM_D)
         for target, name in wins.items()
-        if name in given
+        if name in targets
     }
-    return HeaderTargets(SLO(**{target: given[n] / 1000 for target, n in names.items()}), names)
+    return HeaderTargets(SLO(**{target: targets[n] / 1000 for target, n in names.items()}), names)
 
 
 def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, str]]:
@@ -90,7 +90,7 @@ def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, st
     if record.unenforced:
         # Places may have any length, and there may be thousands.
         few = record.unenforced[:_MAX_UNENFORCED]
-        places = [quote(each[:_MAX_UNENFORCED], safe="$") for each in few]
+        places = [quote(place[:_MAX_UNENFORCED], safe="$") for place in few]
         yield _UNENFORCED, ", ".join(places)[:_MAX_UNENFORCED]
     if not ended:
         return
@@ -100,8 +100,8 @@ def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, st
     longest = record.longest
     if longest is not None and longest.timings is not None:  # https://www.w3.org/TR/server-timing
         times = timings_ms(longest.timings).items()
-        told = [f"{n.removesuffix('_ms')};dur={t:.3f}" for n, t in times if t is not None]
-        yield _TIMING, ", ".join(told)
+        timings = [f"{n.removesuffix('_ms')};dur={t:.3f}" for n, t in times if t is not None]
+        yield _TIMING, ", ".join(timings)
 
 
 def _text(value: str | bytes) -> str:

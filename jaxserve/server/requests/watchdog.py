@@ -34,12 +34,12 @@ async def watch_for_stalls(
     if not stall_s:
         return
     now = clock or asyncio.get_running_loop().time
-    each, waited, stalled = stall_s / _LOOKS, 0.0, False
+    pause, waited, stalled = stall_s / _LOOKS, 0.0, False
     last, steps = now(), engine.stats().steps
     while True:
-        await sleep(each)
+        await sleep(pause)
         # If this loop was held up, the engine may have been held up, too: do not count that time.
-        passed, last = min(now() - last, 2 * each), now()
+        passed, last = min(now() - last, 2 * pause), now()
         stats = engine.stats()
         if stats.steps != steps or not stats.running + stats.waiting:
             waited, steps = 0.0, stats.steps

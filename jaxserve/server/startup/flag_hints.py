@@ -64,11 +64,11 @@ def hint(flag: str, known: Collection[str]) -> str:
     """
     name = flag.replace("-", "_")
     ours = _RIVALS.get(name)
-    found = [ours] if ours else [one for one in known if one.rpartition(".")[2] == name]
-    found = found or difflib.get_close_matches(name, known, n=1)
-    if not found:
-        last = {one.rpartition(".")[2]: one for one in known}
-        found = [last[one] for one in difflib.get_close_matches(name, last, n=1)]
-    if not found:
+    names = [ours] if ours else [full for full in known if full.rpartition(".")[2] == name]
+    names = names or difflib.get_close_matches(name, known, n=1)
+    if not names:
+        last = {full.rpartition(".")[2]: full for full in known}
+        names = [last[full] for full in difflib.get_close_matches(name, last, n=1)]
+    if not names:
         return "; --help says what there is"
-    return f"; did you mean {' or '.join('--' + one for one in found)}?"
+    return f"; did you mean {' or '.join('--' + full for full in names)}?"

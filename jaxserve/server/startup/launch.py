@@ -88,7 +88,7 @@ def with_model(argv: Sequence[str]) -> list[str]:
     if model.endswith(".py") or (not os.path.exists(model) and os.path.isfile(preset_path(model))):
         return [f"--config={model}", *rest]
     if os.path.exists(model) or os.sep in model or is_wheel(model):
-        has_config = any(each.lstrip("-").partition("=")[0] == "config" for each in rest)
+        has_config = any(argument.lstrip("-").partition("=")[0] == "config" for argument in rest)
         config = [] if has_config else [f"--config={preset_path('base')}"]
         return [*config, f"--model={model}", *rest]
     raise UsageError(
@@ -187,9 +187,9 @@ def find_checkpoint(config: Config) -> Config:
     if not path:
         return config
     try:
-        found = local_path(path)
-        if found != path:
-            config = config.with_fields(model__path=found, model__name=config.model.name or path)
+        local = local_path(path)
+        if local != path:
+            config = config.with_fields(model__path=local, model__name=config.model.name or path)
         check_folder(config.model.path)
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path: {error}") from None
@@ -253,9 +253,9 @@ def ready_text(info: EngineInfo, server: Server, seconds: float, *, chats: bool 
 def _sampling_defaults(info: EngineInfo) -> list[str]:
     if not info.sampling_defaults:
         return []
-    told = ", ".join(f"{name} {value:g}" for name, value in info.sampling_defaults.items())
+    listed = ", ".join(f"{name} {value:g}" for name, value in info.sampling_defaults.items())
     off = "off: --config.model.generation_config=none"
-    return [f"  sampling {told}, where a request does not say ({off})"]
+    return [f"  sampling {listed}, where a request does not say ({off})"]
 
 
 def _hidden_caches(info: EngineInfo) -> str:
@@ -266,9 +266,9 @@ def _hidden_caches(info: EngineInfo) -> str:
 
 def client_line(address: str, access: Access, *, chats: bool = False) -> str:
     """The client's command, with its folder and the flags only if they are needed."""
-    here = reached(address)
+    local = reached(address)
     usual = ServerConfig.http_port if chats else ServerConfig.port
-    where = "" if here == f"localhost:{usual}" else f"--address={here} "
+    where = "" if local == f"localhost:{usual}" else f"--address={local} "
     if access.tls is not None:
         where += "--tls " if access.tls.client_ca is None else "--tls_cert=FILE --tls_key=FILE "
     asked = f"chat {where}" if chats else f'complete {where}"Once upon a time"'
@@ -280,12 +280,12 @@ def jaxserve_command() -> str:
     folder = Path(sys.executable).parent
     script = folder / "jaxserve"
     name, module = ("jaxserve", "") if script.is_file() else ("python", " -m jaxserve")
-    found = shutil.which(name)
-    if found is not None and Path(found).parent == folder:
+    on_path = shutil.which(name)
+    if on_path is not None and Path(on_path).parent == folder:
         return f"{name}{module}"
-    here = script if not module else Path(sys.executable)
-    inside = here.is_relative_to(Path.cwd())
-    return f"{here.relative_to(Path.cwd()) if inside else here}{module}"
+    own = script if not module else Path(sys.executable)
+    inside = own.is_relative_to(Path.cwd())
+    return f"{own.relative_to(Path.cwd()) if inside else own}{module}"
 
 
 def _own_usage(argument: str, section: str) -> UsageError:
@@ -307,7 +307,7 @@ def _split_own(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str
             own.append(("lora.adapters", name, folder))
             continue
         path = path.removeprefix("config.")
-        section = next((one for one in OPEN_FIELDS if path.startswith(f"{one}.")), None)
+        section = next((field for field in OPEN_FIELDS if path.startswith(f"{field}.")), None)
         if section is None or not argument.lstrip("-").startswith("config.") or argument[:1] != "-":
             left.append(argument)
             continue
@@ -343,13 +343,13 @@ def _check_field_flag(argument: str) -> None:
         raise UsageError(f"unknown field {path}{did_you_mean_field(path)}")
 
 
-def _config_file(given: str) -> str:
+def _config_file(value: str) -> str:
     """A file, or the name of a preset."""
-    found = next((path for path in (given, preset_path(given)) if os.path.isfile(path)), None)
-    if found is None:
+    file = next((path for path in (value, preset_path(value)) if os.path.isfile(path)), None)
+    if file is None:
         known = ", ".join(_presets())
-        raise UsageError(f"--config: there is no file {given!r}; presets: {known}")
-    return found
+        raise UsageError(f"--config: there is no file {value!r}; presets: {known}")
+    return file
 
 
 def _presets() -> list[str]:
@@ -369,7 +369,7 @@ def _wrong_value(error: Exception) -> str:
     Python's error."""
     text = str(error)
     for words, wanted in _WANTED.items():
-        flag, found, _ = text.rpartition(f": {words}")
-        if found:
+        flag, message, _ = text.rpartition(f": {words}")
+        if message:
             return f"{flag}: {wanted}"
     return text

@@ -25,7 +25,7 @@ def log_to_stderr(form: str = TEXT) -> None:
     """Logs warnings, and INFO of this package only, since JAX and Orbax are verbose. form: TEXT or
     JSON; JSON includes uncaught errors and Python's warnings. Another call changes the form."""
     root = logging.getLogger()
-    handler = next((each for each in root.handlers if isinstance(each, BackgroundHandler)), None)
+    handler = next((known for known in root.handlers if isinstance(known, BackgroundHandler)), None)
     if handler is None:
         handler = BackgroundHandler(logging.StreamHandler(sys.stderr))
         root.addHandler(handler)
@@ -119,8 +119,8 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
     logging.getLogger(_OURS).critical("%s", error, exc_info=(kind, error, trace))
 
 
-def _uncaught_in_thread(found: Any) -> None:
-    name = found.thread.name if found.thread is not None else "?"
-    if found.exc_type is not SystemExit:
-        error = (found.exc_type, found.exc_value, found.exc_traceback)
+def _uncaught_in_thread(uncaught: Any) -> None:
+    name = uncaught.thread.name if uncaught.thread is not None else "?"
+    if uncaught.exc_type is not SystemExit:
+        error = (uncaught.exc_type, uncaught.exc_value, uncaught.exc_traceback)
         logging.getLogger(_OURS).error("the thread %s failed", name, exc_info=error)

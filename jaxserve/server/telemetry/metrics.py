@@ -244,9 +244,9 @@ class EngineMetrics(Collector, Observer):
         `num_blocks`."""
         name, text = "cache_config_info", "Tokens of a block; such blocks of K and V in the pool."
         size = self._info.block_size
-        told = (str(size), str(self._info.pool_tokens // size), str(self._info.prefix_caching))
+        values = (str(size), str(self._info.pool_tokens // size), str(self._info.prefix_caching))
         labels = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
-        return self._family(GaugeMetricFamily, name, text, {told: 1}, *labels)
+        return self._family(GaugeMetricFamily, name, text, {values: 1}, *labels)
 
     def _adapters(self) -> Metric:
         """As in that protocol and in vLLM. Of several samples, the one with the largest value is
@@ -258,9 +258,9 @@ class EngineMetrics(Collector, Observer):
         load, reader = self._engine.adapter_load(), READER.get()
         may_see = (lambda _: True) if reader is None else reader.may_use
         running, waiting = (seen_adapters(names, may_see) for names in (load.running, load.waiting))
-        told = (str(load.max_loras), running, waiting)
+        values = (str(load.max_loras), running, waiting)
         labels = ("max_lora", *ADAPTER_LABELS)
-        return self._family(GaugeMetricFamily, name, text, {told: time.time()}, *labels)
+        return self._family(GaugeMetricFamily, name, text, {values: time.time()}, *labels)
 
     def _live(self) -> Metric:
         """There is a sample for requests without a class for each tier, even if it is 0."""
@@ -295,8 +295,10 @@ class EngineMetrics(Collector, Observer):
     def _drafts(self) -> Iterator[Metric]:
         """Has vLLM's names. Each accepted token has saved its request a step."""
         accepted, rejected = dict(self._accepted), dict(self._rejected)
-        drafted = {(one,): accepted[one] + rejected.get(one, 0) for one in sorted(accepted)}
-        right = {(one,): accepted[one] for one in sorted(accepted)}
+        drafted = {
+            (drafter,): accepted[drafter] + rejected.get(drafter, 0) for drafter in sorted(accepted)
+        }
+        right = {(drafter,): accepted[drafter] for drafter in sorted(accepted)}
         for name, text, counts in (
             ("spec_decode_num_draft_tokens", "Drafted tokens computed, by who drafts.", drafted),
             ("spec_decode_num_accepted_tokens", "Those that were right: steps saved.", right),
@@ -324,8 +326,8 @@ class EngineMetrics(Collector, Observer):
 
     def _histograms(self) -> Iterator[Metric]:
         for of, (name, text) in _LATENCIES.items():
-            found = {(tier.name.lower(),): self._times[of, tier].cumulative() for tier in Tier}
-            yield self._family(HistogramMetricFamily, name, text, found, "tier")
+            by_tier = {(tier.name.lower(),): self._times[of, tier].cumulative() for tier in Tier}
+            yield self._family(HistogramMetricFamily, name, text, by_tier, "tier")
         for of, (name, text, _) in _SIZES.items():
             values = {(): self._sizes[of].cumulative()}
             yield self._family(HistogramMetricFamily, name, text, values)
@@ -347,8 +349,8 @@ class EngineMetrics(Collector, Observer):
         """values: by the values of the labels; for a histogram, its buckets and its sum."""
         family: Metric = kind(PREFIX + name, text, labels=("model_name", *labels))
         for named, value in values.items():
-            given = value if kind is HistogramMetricFamily else (value,)
-            family.add_metric((self._model, *named), *given)  # type: ignore[attr-defined]
+            arguments = value if kind is HistogramMetricFamily else (value,)
+            family.add_metric((self._model, *named), *arguments)  # type: ignore[attr-defined]
         return family
 
 

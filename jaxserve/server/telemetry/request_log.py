@@ -52,7 +52,9 @@ class RequestLog:
         if self._prompts and record.reason:
             line["reason"] = record.reason
         if self._prompts and record.requests:
-            prompts = [self._decode(each.prompt) or each.prompt for each in record.requests]
+            prompts = [
+                self._decode(request.prompt) or request.prompt for request in record.requests
+            ]
             line["prompt"] = _only(prompts)
             line["text"] = _only(["".join(pieces) for pieces in record.texts.values()])
         log.info(line)
@@ -60,7 +62,7 @@ class RequestLog:
 
 def log_fields(record: CallRecord) -> Fields:
     """The fields of a call. With several continuations, the times are those of the longest."""
-    found = Fields(
+    fields = Fields(
         message="call ended",
         door=record.source,
         method=record.method,
@@ -73,17 +75,17 @@ def log_fields(record: CallRecord) -> Fields:
         ending=record.outcome,
         reason="" if record.outcome in _QUOTES else record.reason,
     )
-    found.update(_asked(record))
-    found.update(_got(record))
-    found.update(open_ms=_ms(record.ended - record.began), trace_id=record.trace_id)
-    return Fields((name, value) for name, value in found.items() if value not in (None, "", []))
+    fields.update(_asked(record))
+    fields.update(_got(record))
+    fields.update(open_ms=_ms(record.ended - record.began), trace_id=record.trace_id)
+    return Fields((name, value) for name, value in fields.items() if value not in (None, "", []))
 
 
 def _asked(record: CallRecord) -> Iterator[tuple[str, Any]]:
     if not record.requests:
         return
     first = record.requests[0]
-    continuations = sum(each.sampling.n for each in record.requests)
+    continuations = sum(request.sampling.n for request in record.requests)
     yield "adapter", first.adapter
     yield "tier", first.tier.name.lower()
     yield "slo_class", first.slo_class

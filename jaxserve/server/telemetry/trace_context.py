@@ -19,12 +19,12 @@ def trace_context(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[st
     """traceparent and tracestate, of HTTP's headers or gRPC's metadata, names in lower case; empty
     without a traceparent or with several (section 3.2). Malformed values are left out, since
     readers may write them to a log."""
-    found: dict[str, list[str]] = {_PARENT: [], _STATE: []}
+    values: dict[str, list[str]] = {_PARENT: [], _STATE: []}
     for name, value in headers:
         plain = _str(name)
-        if plain in found:
-            found[plain].append(_str(value))
-    parents, state = found[_PARENT], ",".join(found[_STATE])
+        if plain in values:
+            values[plain].append(_str(value))
+    parents, state = values[_PARENT], ",".join(values[_STATE])
     if len(parents) != 1 or not _A_PARENT.fullmatch(parents[0]):
         return {}
     carrier = {_PARENT: parents[0]}
@@ -34,9 +34,11 @@ def trace_context(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[st
 
 
 def _is_state(text: str) -> bool:
-    members = [each.strip(" \t") for each in text.split(",")] if len(text) <= _STATE_LENGTH else []
-    members = [each for each in members if each]
-    keys = {each.partition("=")[0] for each in members}
+    members = (
+        [member.strip(" \t") for member in text.split(",")] if len(text) <= _STATE_LENGTH else []
+    )
+    members = [member for member in members if member]
+    keys = {member.partition("=")[0] for member in members}
     whole = 0 < len(members) == len(keys) <= _MEMBERS
     return whole and all(map(_MEMBER.fullmatch, members))
 

@@ -79,25 +79,25 @@ class Traces:
         span.end(at(record.ended))
 
     def _attributes(self, record: CallRecord) -> dict[str, AttributeValue]:
-        found: dict[str, AttributeValue] = {
+        attributes: dict[str, AttributeValue] = {
             f"jaxserve.{name}": value
             for name, value in log_fields(record).items()
             if name not in _NOT_OURS
         }
         operation = _OPERATIONS.get(record.method)
         if operation is not None:
-            found["gen_ai.operation.name"] = operation
-            found["gen_ai.provider.name"] = _PROVIDER
+            attributes["gen_ai.operation.name"] = operation
+            attributes["gen_ai.provider.name"] = _PROVIDER
         if record.outcome is not CallOutcome.OK:
-            found["error.type"] = str(record.outcome)
+            attributes["error.type"] = str(record.outcome)
         if record.requests:
-            found["gen_ai.request.model"] = record.requests[0].adapter or self._model()
-            found["gen_ai.usage.input_tokens"] = record.prompt_tokens
-            found["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
-            found["gen_ai.usage.output_tokens"] = record.output_tokens
+            attributes["gen_ai.request.model"] = record.requests[0].adapter or self._model()
+            attributes["gen_ai.usage.input_tokens"] = record.prompt_tokens
+            attributes["gen_ai.usage.cache_read.input_tokens"] = record.cached_tokens
+            attributes["gen_ai.usage.output_tokens"] = record.output_tokens
             reasons = [str(last.finish_reason) for last in record.last]
-            found["gen_ai.response.finish_reasons"] = reasons
-        return found
+            attributes["gen_ai.response.finish_reasons"] = reasons
+        return attributes
 
     def _phases(self, span: trace.Span, last: Output, at: Callable[[float], int]) -> None:
         """at: converts seconds since the call's arrival to a time."""

@@ -9,10 +9,10 @@ from typing import Any
 def as_object(arguments: str) -> dict[str, Any]:
     """The arguments by name, as templates want them. Nothing, and null, is {}. Text that is not a
     JSON object is kept under the name ""."""
-    found = _loaded(arguments)
-    if found is None:
+    value = _loaded(arguments)
+    if value is None:
         return {}
-    return found if isinstance(found, dict) else {"": arguments}
+    return value if isinstance(value, dict) else {"": arguments}
 
 
 def as_json(arguments: str) -> str:
@@ -26,8 +26,8 @@ def _loaded(arguments: str) -> Any:
     if not arguments.strip():
         return None
     try:
-        found = json.loads(arguments)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+        value = json.loads(arguments)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         return arguments
-    return found
+    return value

@@ -123,25 +123,25 @@ def flat(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     for _ in range(_MOST_AROUND):
         if not left:
             break
-        one = left.pop()
-        if not isinstance(one, Mapping) or one.keys() - _OF_OBJECTS - _AROUND:
+        part = left.pop()
+        if not isinstance(part, Mapping) or part.keys() - _OF_OBJECTS - _AROUND:
             return schema
-        given = one.get("properties", {})
-        if given.keys() & properties.keys():
+        own = part.get("properties", {})
+        if own.keys() & properties.keys():
             return schema
-        if given or "additionalProperties" in one:
-            open_ended.append(one.get("additionalProperties", True))
-        properties |= given
-        required += one.get("required", ())
-        left += one.get("allOf", ())
-        if "$ref" in one:
-            left.append(_named(schema, one["$ref"]))
-    if left or (len(open_ended) > 1 and not all(each is True for each in open_ended)):
+        if own or "additionalProperties" in part:
+            open_ended.append(part.get("additionalProperties", True))
+        properties |= own
+        required += part.get("required", ())
+        left += part.get("allOf", ())
+        if "$ref" in part:
+            left.append(_named(schema, part["$ref"]))
+    if left or (len(open_ended) > 1 and not all(value is True for value in open_ended)):
         return schema
-    found = {name: each for name, each in schema.items() if name not in _AROUND}
+    merged = {name: value for name, value in schema.items() if name not in _AROUND}
     if open_ended:
-        found |= {"properties": properties, "additionalProperties": open_ended[0]}
-    return {**found, "required": required}
+        merged |= {"properties": properties, "additionalProperties": open_ended[0]}
+    return {**merged, "required": required}
 
 
 _AROUND = {"$ref", "allOf"}
@@ -179,7 +179,7 @@ _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 def from_openai(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
     """The inverse of `as_openai`. Raises InvalidRequest, which names the first invalid tool."""
-    return [_tool(f"tools.{place}", each) for place, each in enumerate(tools)]
+    return [_tool(f"tools.{place}", tool) for place, tool in enumerate(tools)]
 
 
 def _tool(where: str, tool: Mapping[str, Any]) -> Tool:
@@ -189,11 +189,13 @@ def _tool(where: str, tool: Mapping[str, Any]) -> Tool:
     name, about = function.get("name"), function.get("description") or ""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest(f"{where}.function.name", f"must match {_NAME.pattern}")
-    given = function.get("parameters")
-    parameters = NOTHING if given is None else given
-    found = schema_problem(parameters) if isinstance(parameters, Mapping) else ("", "is no schema")
-    if found is not None:
-        raise InvalidRequest(f"{where}.function.parameters", ": ".join(filter(None, found)))
+    parameters_given = function.get("parameters")
+    parameters = NOTHING if parameters_given is None else parameters_given
+    problem = (
+        schema_problem(parameters) if isinstance(parameters, Mapping) else ("", "is no schema")
+    )
+    if problem is not None:
+        raise InvalidRequest(f"{where}.function.parameters", ": ".join(filter(None, problem)))
     return Tool(name, str(about), parameters, bool(function.get("strict")))
 
 
@@ -220,5 +222,5 @@ def special_tokens(
         encode: the tokenizer's.
         decode: the tokenizer's.
     """
-    found = {marker: encode(marker, special=False) for marker in markers}
-    return {marker: ids[0] for marker, ids in found.items() if len(ids) == 1 and not decode(ids)}
+    encoded = {marker: encode(marker, special=False) for marker in markers}
+    return {marker: ids[0] for marker, ids in encoded.items() if len(ids) == 1 and not decode(ids)}

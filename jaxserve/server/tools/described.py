@@ -15,7 +15,7 @@ Message = Mapping[str, Any]
 
 def has_calls(messages: Sequence[Message]) -> bool:
     """Whether the chat has calls or their results."""
-    return any(each["role"] == "tool" or each.get("tool_calls") for each in messages)
+    return any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
 
 
 def with_tools_described(
@@ -28,15 +28,15 @@ def with_tools_described(
         tools: the tools that may be called; may be empty.
         form: how to write calls.
     """
-    told = in_words(messages, form)
+    chat = in_words(messages, form)
     if not tools:
-        return told
-    about = "\n".join(compact(each["function"]) for each in as_openai(tools))
+        return chat
+    about = "\n".join(compact(tool["function"]) for tool in as_openai(tools))
     text = f"You can call these functions:\n{about}\n\n{form.instructions}"
-    if told and told[0]["role"] in ("system", "developer"):
-        first = {**told[0], "content": f"{told[0]['content']}\n\n{text}".strip()}
-        return [first, *told[1:]]
-    return [{"role": "system", "content": text}, *told]
+    if chat and chat[0]["role"] in ("system", "developer"):
+        first = {**chat[0], "content": f"{chat[0]['content']}\n\n{text}".strip()}
+        return [first, *chat[1:]]
+    return [{"role": "system", "content": text}, *chat]
 
 
 def in_words(messages: Sequence[Message], form: ToolFormat, *, calls: bool = True) -> list[Message]:
@@ -52,16 +52,16 @@ def in_words(messages: Sequence[Message], form: ToolFormat, *, calls: bool = Tru
         for message in messages
         for call in message.get("tool_calls", ())
     }
-    told: list[Message] = []
+    chat: list[Message] = []
     for role, turns in itertools.groupby(messages, key=lambda message: message["role"]):
         if role == "tool":  # as one turn: many templates want alternating roles
             content = "\n".join(_result(message, names) for message in turns)
-            told.append({"role": "user", "content": content})
+            chat.append({"role": "user", "content": content})
             continue
         for message in turns:
             calling = calls and message.get("tool_calls")
-            told.append(_calling(message, form) if calling else message)
-    return told
+            chat.append(_calling(message, form) if calling else message)
+    return chat
 
 
 def _result(message: Message, names: Mapping[str, str]) -> str:

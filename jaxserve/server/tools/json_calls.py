@@ -122,23 +122,23 @@ class JsonCallParser(CallParser):
 
     def _whole(self, before: str, text: str) -> bool:
         """Reads a call whose name is not first."""
-        found = _read(text)
-        if found is None or found[0] not in self._tools:
+        call = _read(text)
+        if call is None or call[0] not in self._tools:
             self._content(before + text)
             return False
-        self._begin(found[0])
-        self._arguments(found[1])
+        self._begin(call[0])
+        self._arguments(call[1])
         return True
 
 
 def _read(text: str) -> tuple[str, str] | None:
     """Name and arguments of an object; None if it is not a call."""
     try:
-        found: Any = json.loads(text)
-        found = found.get("function", found)
-        if isinstance(found, str):  # {"function": "f", "arguments": {}}
-            found = {**json.loads(text), "name": found}
-        name, arguments = found.get("name"), found.get("arguments", found.get("parameters", {}))
+        call: Any = json.loads(text)
+        call = call.get("function", call)
+        if isinstance(call, str):  # {"function": "f", "arguments": {}}
+            call = {**json.loads(text), "name": call}
+        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = json.loads(arguments) if arguments.strip() else None
         arguments = {} if arguments is None else arguments

@@ -33,9 +33,9 @@ class ValueEnd:
         at = 0
         if self._escaped and text:
             at, self._escaped = 1, False
-        while (found := (_INSIDE if self._inside else _OUTSIDE).search(text, at)) is not None:
-            at = found.end()
-            mark = found[0]
+        while (match := (_INSIDE if self._inside else _OUTSIDE).search(text, at)) is not None:
+            at = match.end()
+            mark = match[0]
             if mark == '"':
                 self._inside = not self._inside
             elif mark == "\\":
@@ -61,12 +61,12 @@ class TextParser(ABC):
 
     def feed(self, text: str) -> list[Piece]:
         """Takes the next text and returns the parts that are certain by now."""
-        found: list[Piece] = []
+        match: list[Piece] = []
         # Each step reads and copies all text that is held.
         for start in range(0, len(text), _SLICE):
             self._held += text[start : start + _SLICE]
-            found += self._go()
-        return found
+            match += self._go()
+        return match
 
     def finish(self) -> list[Piece]:
         """The parts held back at the end of the text. Nothing may be fed after it."""
@@ -75,8 +75,8 @@ class TextParser(ABC):
 
     def _go(self) -> list[Piece]:
         next(self._steps, None)
-        found, self._pieces = self._pieces, []
-        return found
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
     @abstractmethod
     def _run(self) -> Steps[None]:
@@ -93,10 +93,10 @@ class TextParser(ABC):
         None at the end of the text."""
         while True:
             at = [(self._held.find(marker), marker) for marker in markers]
-            found = min(((place, -len(m), m) for place, m in at if place >= 0), default=None)
-            if found is not None:
-                tell(self._take(found[0]))
-                return self._take(len(found[2]))
+            first = min(((place, -len(m), m) for place, m in at if place >= 0), default=None)
+            if first is not None:
+                tell(self._take(first[0]))
+                return self._take(len(first[2]))
             keep = 0 if self._ended else _unsure(self._held, markers)
             tell(self._take(len(self._held) - keep))
             if self._ended:
@@ -107,9 +107,9 @@ class TextParser(ABC):
         """Reads white space up to other text or the end."""
         skipped: list[str] = []
         while True:
-            found = _SPACE.match(self._held)
-            assert found is not None
-            skipped.append(self._take(found.end()))
+            match = _SPACE.match(self._held)
+            assert match is not None
+            skipped.append(self._take(match.end()))
             if self._held or self._ended:
                 return "".join(skipped)
             yield
@@ -120,8 +120,8 @@ class TextParser(ABC):
             len(self._held) < len(text) and text.startswith(self._held) for text in texts
         ):
             yield
-        found = max(filter(self._held.startswith, texts), key=len, default="")
-        return self._take(len(found))
+        match = max(filter(self._held.startswith, texts), key=len, default="")
+        return self._take(len(match))
 
     def _until(self, text: str, most: int) -> Steps[str | None]:
         """Reads up to and including this text, and returns what was before it. If that has more
@@ -192,10 +192,10 @@ class CallParser(TextParser):
         """Reads content up to the next marker, and returns the marker; None at the end."""
         while True:
             markers = self.markers if self._may_call else ()
-            found = yield from self._up_to(markers, self._content)
-            if found is None or self._may_call:
-                return found
-            self._content(found)
+            marker = yield from self._up_to(markers, self._content)
+            if marker is None or self._may_call:
+                return marker
+            self._content(marker)
 
     def _content(self, text: str) -> None:
         """Passes on content. White space at its end is held back until it is clear that no call
@@ -203,10 +203,10 @@ class CallParser(TextParser):
         if self._forced and self._ended:
             return
         text = self._space + text
-        told = text.rstrip()
-        self._space = text[len(told) :]
-        if told:
-            self._pieces.append(Content(told))
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if stripped:
+            self._pieces.append(Content(stripped))
             self._after_call = False
             self._left = 0 if self._alone else self._left
 

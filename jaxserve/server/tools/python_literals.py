@@ -18,11 +18,11 @@ def read_literal(text: str) -> Any:
     if len(text) > MAX_LITERAL:
         raise ValueError("is too long")
     try:
-        found = literal_value(ast.parse(text, mode="eval").body, text.encode().split(b"\n"))
-        json.dumps(found, allow_nan=False)
+        value = literal_value(ast.parse(text, mode="eval").body, text.encode().split(b"\n"))
+        json.dumps(value, allow_nan=False)
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("no literal") from error
-    return found
+    return value
 
 
 def literal_value(node: ast.expr, lines: Sequence[bytes]) -> Any:

@@ -150,7 +150,7 @@ def find_format(source: str, name: str = "") -> ToolFormat:
             names = ", ".join(sorted(known))
             raise ConfigError(f"server.tool_format: must be auto, {names}; got {name!r}")
         return known[name](source)
-    for form in sorted(known.values(), key=lambda each: (each.rank, each.name)):
+    for form in sorted(known.values(), key=lambda known_form: (known_form.rank, known_form.name)):
         if any(sign in source for sign in form.signs):
             return form(source)
     return known[DEFAULT](source)
@@ -158,4 +158,4 @@ def find_format(source: str, name: str = "") -> ToolFormat:
 
 def nine_characters(digits: bytes) -> str:
     """An id of nine letters and digits, as some templates demand."""
-    return "".join(_ALNUM[each % len(_ALNUM)] for each in digits[:9])
+    return "".join(_ALNUM[digit % len(_ALNUM)] for digit in digits[:9])

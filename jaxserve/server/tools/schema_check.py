@@ -22,12 +22,12 @@ def schema_problem(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     level: list[tuple[str, Any]] = [("", schema)]
     for _ in range(MAX_DEPTH):
         inner: list[tuple[str, Any]] = []
-        for where, each in level:
-            found = _own_problem(each)
-            if found is not None:
-                return _joined(where, found[0]), found[1]
-            if isinstance(each, dict):
-                inner += ((_joined(where, name), one) for name, one in _inner(each))
+        for where, part in level:
+            problem = _own_problem(part)
+            if problem is not None:
+                return _joined(where, problem[0]), problem[1]
+            if isinstance(part, dict):
+                inner += ((_joined(where, name), inner_part) for name, inner_part in _inner(part))
         level = inner
         if not level:
             return None
@@ -41,9 +41,9 @@ def _own_problem(schema: Any) -> tuple[str, str] | None:
     if not isinstance(schema, dict):
         return "", f"must be a JSON Schema, an object; got {schema!r:.80}"
     kind = schema.get("type", "object")
-    for each in kind if isinstance(kind, list) else [kind]:
-        if each not in _TYPES:
-            return "type", f"must be one of {', '.join(_TYPES)}; got {each!r:.80}"
+    for type_name in kind if isinstance(kind, list) else [kind]:
+        if type_name not in _TYPES:
+            return "type", f"must be one of {', '.join(_TYPES)}; got {type_name!r:.80}"
     for names, wanted, what in (
         (_NAMED, dict, "an object"),
         ((*_SEVERAL, "enum", "required"), list, "a list"),
@@ -62,11 +62,11 @@ def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if name in schema and not isinstance(schema[name], list):  # older drafts allow lists
             yield name, schema[name]
     for name in _SEVERAL:
-        for place, each in enumerate(schema.get(name, ())):
-            yield f"{name}.{place}", each
+        for place, part in enumerate(schema.get(name, ())):
+            yield f"{name}.{place}", part
     for name in _NAMED:
-        for key, each in schema.get(name, {}).items():
-            yield f"{name}.{key[:64]}", each
+        for key, part in schema.get(name, {}).items():
+            yield f"{name}.{key[:64]}", part
 
 
 def _joined(where: str, name: str) -> str:

@@ -65,8 +65,8 @@ class Allowed:
         return "string" in self.kinds and fits and known and not self.further
 
     def __and__(self, other: Allowed) -> Allowed:
-        several = [each.texts for each in (self, other) if each.texts is not None]
-        mosts = [each.most for each in (self, other) if each.most is not None]
+        several = [side.texts for side in (self, other) if side.texts is not None]
+        mosts = [side.most for side in (self, other) if side.most is not None]
         return Allowed(
             self.kinds & other.kinds,
             frozenset.intersection(*several) if several else None,
@@ -77,9 +77,9 @@ class Allowed:
 
     def __or__(self, other: Allowed) -> Allowed:
         kinds = self.kinds | other.kinds
-        some = [each for each in (self, other) if "string" in each.kinds]
-        free = next((each for each in some if each.any_text), some[0] if some else self)
-        if len(some) < 2 or free.any_text or replaced(self, kinds) == replaced(other, kinds):
+        sides = [side for side in (self, other) if "string" in side.kinds]
+        free = next((side for side in sides if side.any_text), sides[0] if sides else self)
+        if len(sides) < 2 or free.any_text or replaced(self, kinds) == replaced(other, kinds):
             return replaced(free, kinds)
         if self.texts is not None and other.texts is not None:
             return Allowed(kinds, self.texts | other.texts)
@@ -102,19 +102,19 @@ def _allowed(schema: Any, root: Any, known: dict[str, Allowed], depth: int) -> A
         return Allowed(frozenset())
     if not isinstance(schema, Mapping) or not depth:
         return Allowed()
-    found = _own(schema)
-    for each in schema.get("allOf", ()):
-        found &= _allowed(each, root, known, depth - 1)
+    allowed = _own(schema)
+    for part in schema.get("allOf", ()):
+        allowed &= _allowed(part, root, known, depth - 1)
     for name in ("anyOf", "oneOf"):
         if schema.get(name):
-            some = [_allowed(each, root, known, depth - 1) for each in schema[name]]
-            found &= reduce(Allowed.__or__, some)
+            alternatives = [_allowed(part, root, known, depth - 1) for part in schema[name]]
+            allowed &= reduce(Allowed.__or__, alternatives)
     if (ref := schema.get("$ref")) is not None:
         if ref not in known:
             known[ref] = Allowed(frozenset())  # a circular reference allows nothing more
             known[ref] = _allowed(_pointed(root, ref), root, known, depth - 1)
-        found &= known[ref]
-    return found
+        allowed &= known[ref]
+    return allowed
 
 
 def _own(schema: Mapping[str, Any]) -> Allowed:
@@ -132,9 +132,9 @@ def _own(schema: Mapping[str, Any]) -> Allowed:
     return Allowed(kinds, texts, least or 0, most, further[0] if further else "")
 
 
-def _length(given: Any) -> int | None:
+def _length(value: Any) -> int | None:
     """The length; None if it is invalid, since lengths were not checked before."""
-    return given if isinstance(given, int) and not isinstance(given, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _kinds_of(value: Any) -> tuple[str, ...]:
@@ -156,16 +156,16 @@ def _pointed(root: Any, ref: Any) -> Any:
     """The target of a reference; None if it is not in the root."""
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return None
-    found = root
+    target = root
     for name in unquote(ref).split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isascii() and name.isdigit():
-            found = found[int(name[:9])] if int(name[:9]) < len(found) else None
+        if isinstance(target, Mapping):
+            target = target.get(name)
+        elif isinstance(target, list) and name.isascii() and name.isdigit():
+            target = target[int(name[:9])] if int(name[:9]) < len(target) else None
         else:
             return None
-    return found
+    return target
 
 
 def value_of(text: str, allowed: Allowed) -> Any:
@@ -182,19 +182,19 @@ def value_of(text: str, allowed: Allowed) -> Any:
         return read if not named and isinstance(read, dict | list) else text
     if "string" in allowed.kinds and (isinstance(read, str) or allowed.has(text)):
         return read if isinstance(read, str) else text
-    for each in (read, _as_python(text)):
-        if each is not _NONE and allowed.kinds.intersection(_kinds_of(each)):
-            return each
+    for read_value in (read, _as_python(text)):
+        if read_value is not _NONE and allowed.kinds.intersection(_kinds_of(read_value)):
+            return read_value
     return text if read is _NONE or "string" in allowed.kinds else read
 
 
 def _as_json(text: str) -> Any:
     try:
-        found = json.loads(text)
-        json.dumps(found, allow_nan=False)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return _NONE
-    return found
+    return value
 
 
 def _as_python(text: str) -> Any:

@@ -134,5 +134,5 @@ class MessageDeltas:
                 if not calls or calls[-1]["index"] != index:
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += piece.text
-        told: dict[str, Any] = {name: "".join(said) for name, said in texts.items()}
-        return {**told, "tool_calls": calls} if calls else told
+        message: dict[str, Any] = {name: "".join(said) for name, said in texts.items()}
+        return {**message, "tool_calls": calls} if calls else message

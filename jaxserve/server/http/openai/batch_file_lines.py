@@ -67,13 +67,13 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
         if len(raw) > MAX_LINE:
             text = text[:MAX_CUSTOM_ID]  # enough to recognise it
             raise InvalidRequest("line", f"takes more than {MAX_LINE:,} bytes")
-        given = parse_body(raw, BatchRequestLine)
-        name = given.custom_id[:MAX_CUSTOM_ID]
-        if len(given.custom_id) > MAX_CUSTOM_ID:
+        request_line = parse_body(raw, BatchRequestLine)
+        name = request_line.custom_id[:MAX_CUSTOM_ID]
+        if len(request_line.custom_id) > MAX_CUSTOM_ID:
             raise InvalidRequest("custom_id", f"at most {MAX_CUSTOM_ID} characters are allowed")
-        if (given.method, given.url) != ("POST", endpoint):
+        if (request_line.method, request_line.url) != ("POST", endpoint):
             raise InvalidRequest("url", f"the batch is for POST {endpoint}")
-        body = validate_body(given.body, _BODIES[endpoint])
+        body = validate_body(request_line.body, _BODIES[endpoint])
         prompt, sampling, note = _asked(context, body, tenant)
         salt = body.cache_salt or ""
         line = Line(prompt, sampling, name, salt, predicted_text(body), note)
@@ -89,9 +89,9 @@ def read_line(context: RouteContext, endpoint: str, text: str, tenant: str) -> N
 
 def _custom_id(text: str) -> str:
     """The custom_id of a line, even of one that is malformed; "" if none is found."""
-    found = _CUSTOM_ID.search(text)
+    match = _CUSTOM_ID.search(text)
     try:
-        return "" if found is None else str(json.loads(found[1])).encode().decode()
+        return "" if match is None else str(json.loads(match[1])).encode().decode()
     except ValueError:  # such as half a surrogate pair
         return ""
 
@@ -155,13 +155,13 @@ def _asked(
 def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> dict[str, Any]:
     completions, chat = result.completions, endpoint == CHAT
     first = completions[0].usage
-    output = sum(each.usage.output_tokens for each in completions)
-    accepted, rejected = drafted_tokens([each.usage for each in completions])
+    output = sum(completion.usage.output_tokens for completion in completions)
+    accepted, rejected = drafted_tokens([completion.usage for completion in completions])
     return {
         "object": "chat.completion" if chat else "text_completion",
         "choices": [
-            _choice(context, chat, each, result.note, f"{name}-{each.index}")
-            for each in completions
+            _choice(context, chat, completion, result.note, f"{name}-{completion.index}")
+            for completion in completions
         ],
         "usage": usage_fields(
             prompt_tokens=first.prompt_tokens,
@@ -174,25 +174,25 @@ def _answer(context: RouteContext, endpoint: str, result: Result, name: str) -> 
 
 
 def _choice(
-    context: RouteContext, chat: bool, found: Completion, note: Mapping[str, Any], name: str
+    context: RouteContext, chat: bool, completion: Completion, note: Mapping[str, Any], name: str
 ) -> dict[str, Any]:
     # Whether its first space belongs to the text depends on the prompt, which is not known here.
-    before = found.token_ids if found.text.startswith(" ") else ()
+    before = completion.token_ids if completion.text.startswith(" ") else ()
     tell: Callable[..., Any] = CompletionLogprobs(context.engine, before).as_dict
     if chat:
         tell = functools.partial(chat_logprobs, context.engine)
-    logprobs = tell(found.logprobs) if found.logprobs else None
-    said: dict[str, Any] = {"text": found.text, "finish_reason": str(found.finish_reason)}
+    logprobs = tell(completion.logprobs) if completion.logprobs else None
+    said: dict[str, Any] = {"text": completion.text, "finish_reason": str(completion.finish_reason)}
     if chat:
         template, count = context.template, itertools.count()
         said = ended_message(
             template,
             note,
-            found.text,
-            str(found.finish_reason),
+            completion.text,
+            str(completion.finish_reason),
             lambda: template.tool_format.id_of(_digits(f"{name}-{next(count)}")),
         )
-    return {"index": found.index, "logprobs": logprobs, **said}
+    return {"index": completion.index, "logprobs": logprobs, **said}
 
 
 def _digits(name: str) -> bytes:

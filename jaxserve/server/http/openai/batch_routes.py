@@ -109,7 +109,7 @@ def _add_files(app: FastAPI, store: Callable[[Request], FileStore], door: Door) 
     ) -> dict[str, Any]:
         """Lists uploads, the latest first."""
         page, more = await asyncio.to_thread(store(http).list_files, after, limit)
-        return _listed([each.as_dict() for each in page], more)
+        return _listed([stored.as_dict() for stored in page], more)
 
     @app.get("/v1/files/{file_id}")
     async def get(file_id: str, http: Request) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _add_files(app: FastAPI, store: Callable[[Request], FileStore], door: Door) 
 
 
 def _listed(page: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    names = [each["id"] for each in page]
+    names = [entry["id"] for entry in page]
     first, last = (names[0], names[-1]) if names else (None, None)
     return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more}
 

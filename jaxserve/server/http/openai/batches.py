@@ -85,8 +85,8 @@ class CallerBatches:
     async def page(self, after: str | None, limit: int) -> tuple[list[dict[str, Any]], bool]:
         """At most `limit` batches, the latest first, starting behind the one with the id `after`;
         and whether there are more."""
-        found = await self._batches.noted(self._owner, after=after, limit=limit + 1)
-        return [_described(each) for each in found[:limit]], len(found) > limit
+        batches = await self._batches.noted(self._owner, after=after, limit=limit + 1)
+        return [_described(batch) for batch in batches[:limit]], len(batches) > limit
 
     async def cancel(self, name: str) -> dict[str, Any]:
         """Cancels a batch. Lines without a result get none."""
@@ -104,16 +104,16 @@ class CallerBatches:
         note = json.loads((await self._noted(name)).status.note)
         pages = self._batches.results(name, 0, follow=False, owner=self._owner)
         async for _, page in pages:
-            wanted = [each for each in page if each.failed == (which == ERRORS)]
+            wanted = [outcome for outcome in page if outcome.failed == (which == ERRORS)]
             if wanted:
                 yield await asyncio.to_thread(self._written, note, name, wanted)
 
     async def _noted(self, name: str) -> Progress:
         """The status and note of a batch that was created here."""
-        found = await self._batches.status(name, self._owner)
-        if not found.status.note:
+        status = await self._batches.status(name, self._owner)
+        if not status.status.note:
             raise UnknownBatch(name)
-        return found
+        return status
 
     async def _forget(self, name: str) -> None:
         """Deletes what was stored of an incomplete batch. If that fails too, it is deleted by age
@@ -123,7 +123,7 @@ class CallerBatches:
             await self._batches.delete(name, self._owner)
 
     def _written(self, note: dict[str, Any], name: str, page: Sequence[Outcome]) -> bytes:
-        results = ((each.line, Result.from_json(each.result)) for each in page)
+        results = ((outcome.line, Result.from_json(outcome.result)) for outcome in page)
         lines = (written_line(self._context, note, name, *result) for result in results)
         return b"".join(map(jsonl_line, lines))
 
@@ -142,8 +142,8 @@ def _check_names(lines: Sequence[NewLine], first: int, seen: dict[str, int]) -> 
     for number, line in enumerate(lines, first + 1):
         if line.name and seen.setdefault(line.name, number) != number:
             problem = f"{line.name!r:.80} is that of line {seen[line.name]} and of line {number}"
-            told = f"custom_id: {problem}; each has to have its own"
-            raise ApiError(400, told, param="custom_id", code="duplicate_custom_id")
+            message = f"custom_id: {problem}; each has to have its own"
+            raise ApiError(400, message, param="custom_id", code="duplicate_custom_id")
 
 
 def _described(progress: Progress) -> dict[str, Any]:

@@ -92,10 +92,10 @@ def body_route(beside: Beside) -> type[APIRoute]:
                         request = _ReadRequest(request, body)
                     return await handler(request)
                 except Exception as error:
-                    told = as_api_error(error)
-                    if told is None:
+                    api_error = as_api_error(error)
+                    if api_error is None:
                         raise
-                    return error_response(request, told)
+                    return error_response(request, api_error)
 
             return handle
 
@@ -163,8 +163,8 @@ async def _read(
         pieces.clear()
         if length <= INLINE_BYTES:
             return parse_body(raw, kind)
-        found: Parsed = await beside(caller.name, parse_body, raw, kind)
-        return found
+        parsed: Parsed = await beside(caller.name, parse_body, raw, kind)
+        return parsed
     except ClientDisconnect:
         raise ClientGone from None
     finally:
@@ -191,8 +191,8 @@ def validate_body(value: Any, kind: type[Parsed]) -> Parsed:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        found = error.errors(include_url=False, include_input=False)
-        where, message, code = validation_message(found)
+        problems = error.errors(include_url=False, include_input=False)
+        where, message, code = validation_message(problems)
         raise ApiError(400, message, param=where, code=code) from None
 
 
@@ -258,9 +258,9 @@ def outside_strings(raw: bytes, piece_bytes: int = _PIECE) -> tuple[int, int, in
     """
     inside, depth, deepest, quotes, opened, commas = False, 0, 0, 0, 0, 0
     for piece in _unescaped(raw, piece_bytes):
-        found = np.frombuffer(piece, np.uint8)
-        quote = found == ord('"')
-        outside = found[np.bitwise_xor.accumulate(quote) == inside]
+        characters = np.frombuffer(piece, np.uint8)
+        quote = characters == ord('"')
+        outside = characters[np.bitwise_xor.accumulate(quote) == inside]
         deeper = _DEEPER[outside]
         quotes += int(np.count_nonzero(quote))
         opened += int(np.count_nonzero(deeper > 0))

@@ -138,7 +138,7 @@ async def beside_if_tools(
     body: ChatRequest | TokenizeRequest,
     tenant: str,
     work: Callable[..., T],
-    *given: Any,
+    *arguments: Any,
 ) -> T:
     """work(*given), off the event loop for a chat with tools or calls: writing those out repeatedly
     may take a tenth of a second.
@@ -151,9 +151,9 @@ async def beside_if_tools(
         given: its arguments.
     """
     messages = body.messages or ()
-    if body.tools or any(each.tool_calls or each.role in _OF_TOOLS for each in messages):
-        return await context.requests.run_beside(tenant, work, *given)
-    return work(*given)
+    if body.tools or any(message.tool_calls or message.role in _OF_TOOLS for message in messages):
+        return await context.requests.run_beside(tenant, work, *arguments)
+    return work(*arguments)
 
 
 def _calls(
@@ -249,8 +249,8 @@ class _ChatAnswer(Answer):
         if self._deltas:
             deltas = self._deltas[number]
             delta, called = deltas.delta(text, last=bool(ended)), bool(deltas.calls)
-        told = logprobs if logprobs is not None and logprobs["content"] else None
-        fields = {"delta": delta, "logprobs": told, "finish_reason": None, **ended}
+        shown = logprobs if logprobs is not None and logprobs["content"] else None
+        fields = {"delta": delta, "logprobs": shown, "finish_reason": None, **ended}
         return with_calls(fields, called)
 
     def beginnings(self) -> Iterable[dict[str, Any]]:

@@ -39,16 +39,16 @@ class LogprobLists:
         self._lists: dict[str, list[bytes]] = {}
         self.bytes = 0
 
-    def add(self, found: Mapping[str, Any]) -> None:
+    def add(self, entries: Mapping[str, Any]) -> None:
         """Appends to the lists, by name."""
-        for name in (each for each in found if each not in self._fields):
-            piece = to_json(found[name], inf_nan_mode="null")[1:-1]
+        for name in (key for key in entries if key not in self._fields):
+            piece = to_json(entries[name], inf_nan_mode="null")[1:-1]
             self._lists.setdefault(name, []).extend([piece] if piece else [])
             self.bytes += len(piece)
 
     def json(self) -> bytes:
         """The object as JSON."""
-        lists = {name: b"[%s]" % b",".join(some) for name, some in self._lists.items()}
+        lists = {name: b"[%s]" % b",".join(items) for name, items in self._lists.items()}
         return with_raw(to_json(self._fields), lists)
 
 
@@ -131,8 +131,8 @@ class Answer(ABC):
             text, logprobs, ended = self.news(number, delta)
             texts[number].append(text)
             ends[number] |= ended
-            if (told := lists[number]) is not None:
-                told.add(logprobs)
+            if (entry := lists[number]) is not None:
+                entry.add(logprobs)
         whole = ["".join(pieces) for pieces in texts]
         fields = {**self._head(self.kind), "usage": self._usage()}
 
@@ -140,13 +140,13 @@ class Answer(ABC):
             choices = [
                 with_raw(
                     to_json({"index": number, **self.whole_fields(text, ends[number])}),
-                    {"logprobs": b"null" if told is None else told.json()},
+                    {"logprobs": b"null" if entry is None else entry.json()},
                 )
-                for number, (text, told) in enumerate(zip(whole, lists, strict=True))
+                for number, (text, entry) in enumerate(zip(whole, lists, strict=True))
             ]
             return with_raw(to_json(fields), {"choices": b"[%s]" % b",".join(choices)})
 
-        size = sum(map(len, whole)) + sum(told.bytes for told in lists if told is not None)
+        size = sum(map(len, whole)) + sum(entry.bytes for entry in lists if entry is not None)
         if size <= self.inline_bytes:
             body = made()
         else:
@@ -165,8 +165,10 @@ class Answer(ABC):
             if delta.expected_missed and "slo" not in piece:
                 piece["slo"] = GIVEN_UP
             # Empty: the text is held back, since it may be a stop string or half a character.
-            told = ended or logprobs or piece.get("slo") or piece.get("text") or piece.get("delta")
-            if told or (options is not None and options.continuous_usage_stats):
+            has_news = (
+                ended or logprobs or piece.get("slo") or piece.get("text") or piece.get("delta")
+            )
+            if has_news or (options is not None and options.continuous_usage_stats):
                 yield self._chunk(head, {"index": number, **piece})
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}

@@ -34,7 +34,7 @@ async def completion_response(
         decode = context.engine.decode
         echo = await context.requests.run_beside(
             record_of(http).caller.name,
-            lambda: [each if isinstance(each, str) else decode(each) for each in prompts],
+            lambda: [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts],
         )
     return await _CompletionAnswer(context, body, echo, wanted, http).response()
 
@@ -44,15 +44,15 @@ def prompts_of(body: CompletionRequest) -> list[str | list[int]]:
     return prompts_in(body.prompt, "prompt", MAX_PROMPTS)
 
 
-def prompts_in(given: Any, field_name: str, most: int) -> list[str | list[int]]:
+def prompts_in(value: Any, field_name: str, most: int) -> list[str | list[int]]:
     """As `prompts_of`, for any field that has prompts, at most `most` of them."""
-    if isinstance(given, str):
-        return [given]
-    if given and isinstance(given[0], int):
-        return [given]
-    if not given:
+    if isinstance(value, str):
+        return [value]
+    if value and isinstance(value[0], int):
+        return [value]
+    if not value:
         raise InvalidRequest(field_name, f"has no prompts; 1 to {most} prompts are taken")
-    return list(given)
+    return list(value)
 
 
 async def _wanted(

@@ -161,21 +161,21 @@ class FileStore:
     def find_file(self, name: str) -> StoredFile:
         """The file with that id. Raises ApiError if there is none."""
         with self._shelf.lock, _disk():
-            found = self._all().get(name)
-        if found is None or self._owner not in ("", found.owner):
+            stored = self._all().get(name)
+        if stored is None or self._owner not in ("", stored.owner):
             raise _no_file(name)
-        return found
+        return stored
 
     def list_files(self, after: str | None, limit: int) -> tuple[list[StoredFile], bool]:
         """At most `limit` files, the latest first, starting behind the one with the id `after`; and
         whether there are more."""
         with self._shelf.lock, _disk():
-            found = [each for each in self._all().values() if self._owner in ("", each.owner)]
-        found.sort(key=lambda each: (-each.created, each.id))
+            files = [file for file in self._all().values() if self._owner in ("", file.owner)]
+        files.sort(key=lambda file: (-file.created, file.id))
         if after is not None:
             last = self.find_file(after)
-            found = [e for e in found if (-e.created, e.id) > (-last.created, last.id)]
-        return found[:limit], len(found) > limit
+            files = [e for e in files if (-e.created, e.id) > (-last.created, last.id)]
+        return files[:limit], len(files) > limit
 
     def open_file(self, name: str) -> BinaryIO:
         """Opens the file's content, which stays readable until it is closed, even if the file is
@@ -216,11 +216,11 @@ class FileStore:
     def _left(self) -> Room:
         """Room for one more file of this owner."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for each in list(self._all().values()):
-            if time.time() - each.created > self._keep_s:
-                self._forget(each.id)
+        for file in list(self._all().values()):
+            if time.time() - file.created > self._keep_s:
+                self._forget(file.id)
         everybody = [*self._all().values(), *self._shelf.reserved]
-        mine = [each for each in everybody if each.owner == self._owner]
+        mine = [file for file in everybody if file.owner == self._owner]
         rooms = [
             Room(MAX_FILE_BYTES, "of one file"),
             Room(self._max_bytes - _size(everybody), "in server.batch_gib"),
@@ -243,7 +243,7 @@ class FileStore:
         """Reads the directory once, and deletes files that an earlier server left half-written."""
         if self._shelf.files is None:
             files = {
-                each.id: each for each in map(_read, self._directory.glob("*" + _META)) if each
+                file.id: file for file in map(_read, self._directory.glob("*" + _META)) if file
             }
             for path in self._directory.iterdir() if self._directory.is_dir() else ():
                 if path.suffix == PARTIAL or (path.suffix == _CONTENT and path.stem not in files):
@@ -257,13 +257,13 @@ def _no_file(name: str) -> ApiError:
 
 
 def _size(files: list[StoredFile]) -> int:
-    return sum(each.bytes + _NOTE_BYTES for each in files)
+    return sum(file.bytes + _NOTE_BYTES for file in files)
 
 
 def _read(path: Path) -> StoredFile | None:
     try:
-        found = StoredFile(**json.loads(path.read_text(encoding="utf-8")))
-        return found if _ID.fullmatch(found.id) and found.id == path.stem else None
+        stored = StoredFile(**json.loads(path.read_text(encoding="utf-8")))
+        return stored if _ID.fullmatch(stored.id) and stored.id == path.stem else None
     except (ValueError, TypeError) as error:
         log.warning("%s: is no file's note: %s", path, error)
         return None

@@ -30,30 +30,30 @@ class CompletionLogprobs:
 
     def as_dict(self, entries: Sequence[TokenLogprobs]) -> dict[str, list[Any]]:
         """The object for the next tokens."""
-        found: dict[str, list[Any]] = {name: [] for name in LISTS}
+        lists: dict[str, list[Any]] = {name: [] for name in LISTS}
         if self._first is not None:
-            self._add(found, self._first, None, None)
+            self._add(lists, self._first, None, None)
             self._first = None
         for entry in entries:
             chosen = entry.token_id, entry.logprob
             # Up to k + 1 entries, as in OpenAI's API: the sampled token is always among them.
             others = () if any(token == chosen[0] for token, _ in entry.top) else (chosen,)
-            self._add(found, *chosen, self._by_text((*entry.top, *others)))
-        return found
+            self._add(lists, *chosen, self._by_text((*entry.top, *others)))
+        return lists
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
         """Alternatives by text. If tokens have the same text, the less likely ones are named by
         their ids."""
-        found: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for token, value in top:
             text = token_text(self._engine, token)
-            found[f"token_id:{token}" if text in found else text] = value
-        return found
+            by_text[f"token_id:{token}" if text in by_text else text] = value
+        return by_text
 
-    def _add(self, found: dict[str, list[Any]], token: int, *known: Any) -> None:
+    def _add(self, lists: dict[str, list[Any]], token: int, *known: Any) -> None:
         text = token_text(self._engine, token)
         for name, value in zip(LISTS, (text, *known, self._offset), strict=True):
-            found[name].append(value)
+            lists[name].append(value)
         self._offset += len(self._text.feed((token,)))
 
 

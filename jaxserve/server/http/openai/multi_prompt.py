@@ -51,10 +51,10 @@ class Generating(CallStreams):
 
         reading = asyncio.create_task(read_all())
         try:
-            while (found := await news.get()) is not None:
-                if isinstance(found, BaseException):
-                    raise found
-                yield found
+            while (item := await news.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
         finally:
             reading.cancel()
             with suppress(BaseException):

@@ -70,10 +70,10 @@ def thought_use(
             raise InvalidRequest(_FIELD, f"{problem}; see server.reasoning_format")
         return None
     calls = Calls.NONE if use is None else Calls.ONLY if use.forced else Calls.SOME
-    found = form.span(prompt, calls)
-    if found is None:
+    span = form.span(prompt, calls)
+    if span is None:
         return None
-    thinking = found.thinking(context.engine.encode, budget)
+    thinking = span.thinking(context.engine.encode, budget)
     return ThoughtUse(thinking, ThoughtSpan(thinking, context.engine.token_bytes))
 
 

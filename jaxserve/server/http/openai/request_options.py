@@ -40,39 +40,39 @@ def sampling_fields(body: Generation, defaults: Mapping[str, Any]) -> dict[str, 
     """The SamplingParams fields, by its own names, except max_tokens and logprobs. defaults: the
     checkpoint's values for fields that are null or missing; other missing fields have OpenAI's
     defaults. Raises InvalidRequest."""
-    given = {name: getattr(body, name) for name in _PLAIN}
-    found = {name: value for name, value in given.items() if value is not None}
-    found = {**_DEFAULTS, **defaults, **found}
+    fields = {name: getattr(body, name) for name in _PLAIN}
+    sampling = {name: value for name, value in fields.items() if value is not None}
+    sampling = {**_DEFAULTS, **defaults, **sampling}
     if body.top_k is not None:
-        found["top_k"] = 0 if body.top_k == -1 else body.top_k
+        sampling["top_k"] = 0 if body.top_k == -1 else body.top_k
     if body.stop is not None:
-        found["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+        sampling["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
     if body.stop_token_ids is not None:
-        found["stop_token_ids"] = tuple(body.stop_token_ids)
+        sampling["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.logit_bias is not None:
-        found["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
+        sampling["logit_bias"] = tuple(sorted(_bias(key, b) for key, b in body.logit_bias.items()))
     if (grammar := requested_grammar(body)) is not None:
-        found["grammar"] = grammar
-    return found
+        sampling["grammar"] = grammar
+    return sampling
 
 
 def completion_sampling(body: CompletionRequest, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """All SamplingParams fields of a completion. defaults: as in `sampling_fields`. Raises
     InvalidRequest."""
-    found = sampling_fields(body, defaults)
+    sampling = sampling_fields(body, defaults)
     if body.max_tokens is not None:
-        found["max_tokens"] = body.max_tokens
+        sampling["max_tokens"] = body.max_tokens
     if scores_prompt_only(body):
         if body.min_tokens:
             raise InvalidRequest("min_tokens", f"must be at most 0, got {body.min_tokens}")
-        found["max_tokens"] = 1  # the answer leaves this token out
+        sampling["max_tokens"] = 1  # the answer leaves this token out
     if body.logprobs is not None:
-        found["logprobs"] = body.logprobs
+        sampling["logprobs"] = body.logprobs
         if body.echo:
-            found["prompt_logprobs"] = body.logprobs
+            sampling["prompt_logprobs"] = body.logprobs
     if body.best_of not in (None, 1, body.n):
         raise InvalidRequest("best_of", "only as many as n are generated")
-    return found
+    return sampling
 
 
 def scores_prompt_only(body: CompletionRequest) -> bool:
@@ -83,24 +83,24 @@ def scores_prompt_only(body: CompletionRequest) -> bool:
 def requested_targets(body: Targeted) -> tuple[SLO, str]:
     """The request's own targets, in seconds, and the name of its class, or "". Raises
     InvalidRequest."""
-    given, named = body.slo, body.slo_class or ""
-    if not isinstance(given, str):
-        return own_targets((given or SloFields()).model_dump(exclude_none=True)), named
-    if named and named != given:
-        raise InvalidRequest("slo", f"{given!r:.80} contradicts slo_class {named!r:.80}")
-    return SLO(), given
+    slo, named = body.slo, body.slo_class or ""
+    if not isinstance(slo, str):
+        return own_targets((slo or SloFields()).model_dump(exclude_none=True)), named
+    if named and named != slo:
+        raise InvalidRequest("slo", f"{slo!r:.80} contradicts slo_class {named!r:.80}")
+    return SLO(), slo
 
 
 def requested_tier(body: Targeted) -> Tier | None:
     """The tier that `tier`, `service_tier` or `priority` (below 0 real-time, above 0 best-effort)
     asks for; None if none of them does. Raises InvalidRequest if they contradict each other."""
     priority = body.priority or 0  # vLLM's clients send 0 by default
-    given = {
+    tiers = {
         "tier": None if body.tier is None else Tier[body.tier.upper()],
         "service_tier": _SERVICE_TIERS.get(body.service_tier or ""),
         "priority": None if not priority else Tier(priority > 0),
     }
-    said = {name: tier for name, tier in given.items() if tier is not None}
+    said = {name: tier for name, tier in tiers.items() if tier is not None}
     for one, other in itertools.combinations(said, 2):
         if said[one] is not said[other]:
             problem = f"{getattr(body, one)} contradicts {other} {getattr(body, other)}"
@@ -124,13 +124,13 @@ def _bias(key: str, bias: float) -> tuple[int, float]:
 def requested_grammar(body: Generation) -> Grammar | None:
     """The grammar of the text; None for any text. Raises InvalidRequest, also if there are
     several."""
-    found = list(_asked(body))
-    if len(found) > 1:
-        raise InvalidRequest(found[1][0], f"contradicts {found[0][0]}; one of them is enough")
-    if not found:
+    grammars = list(_asked(body))
+    if len(grammars) > 1:
+        raise InvalidRequest(grammars[1][0], f"contradicts {grammars[0][0]}; one of them is enough")
+    if not grammars:
         return None
     with naming_grammar_fields(body):
-        return found[0][1]()
+        return grammars[0][1]()
 
 
 @contextmanager
@@ -182,10 +182,10 @@ def _asked(body: Generation) -> Iterator[tuple[str, Callable[[], Grammar]]]:
         if schema is not None:
             yield _SCHEMA, lambda: schema.held()[0]
     if structured is not None:
-        given = structured.model_dump(by_alias=True, exclude_none=True)
-        if not given:
+        fields = structured.model_dump(by_alias=True, exclude_none=True)
+        if not fields:
             raise InvalidRequest("structured_outputs", "needs json, regex, choice or json_object")
-        for name, value in given.items():
+        for name, value in fields.items():
             yield f"structured_outputs.{name}", functools.partial(_GRAMMARS[name], value)
     for name in ("json", "regex", "choice"):
         value = getattr(body, f"guided_{name}")

@@ -60,9 +60,9 @@ _LAST_TOKEN_ID = (1 << 31) - 1
 Number = Annotated[float, Field(strict=True)]
 
 
-def _whole(given: Any) -> Any:
+def _whole(value: Any) -> Any:
     """Takes 16.0 as 16: JSON has only one type of numbers."""
-    return int(given) if isinstance(given, float) and given.is_integer() else given
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 Int32 = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=-(1 << 31), le=(1 << 31) - 1)]
@@ -75,52 +75,52 @@ def _few(limit: int) -> BeforeValidator:
     """A validator that limits the entries of objects. For lists, pydantic's own limit stops early
     enough."""
 
-    def check(given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > limit:
-            raise ValueError(f"has {len(given)} entries; at most {limit} are allowed")
-        return given
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"has {len(value)} entries; at most {limit} are allowed")
+        return value
 
     return BeforeValidator(check)
 
 
-def checked_prompts(given: Any, most: int) -> str | list[str] | list[int] | list[list[int]]:
+def checked_prompts(value: Any, most: int) -> str | list[str] | list[int] | list[list[int]]:
     """One prompt or at most `most` prompts, as in `Prompt`. A union of the four types would try
     each prompt as every type."""
-    if isinstance(given, str):
-        return given
-    if not isinstance(given, list):
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
         raise ValueError("must be a string, or a list of strings, of token ids or of lists of them")
-    if not given or type(given[0]) not in (str, list):
-        return _token_ids(given)
-    if len(given) > most:
-        raise ValueError(f"has {len(given)} prompts; 1 to {most} prompts are taken in a call")
-    for place, each in enumerate(given):
-        if type(each) is not type(given[0]):
-            wrong_entry(place, f"must be as the first prompt, a {_NAMES[type(given[0])]}")
-        if isinstance(each, list):
-            _token_ids(each, place)
-    return given
+    if not value or type(value[0]) not in (str, list):
+        return _token_ids(value)
+    if len(value) > most:
+        raise ValueError(f"has {len(value)} prompts; 1 to {most} prompts are taken in a call")
+    for place, prompt in enumerate(value):
+        if type(prompt) is not type(value[0]):
+            wrong_entry(place, f"must be as the first prompt, a {_NAMES[type(value[0])]}")
+        if isinstance(prompt, list):
+            _token_ids(prompt, place)
+    return value
 
 
 _NAMES: dict[type, str] = {str: "string", list: "list of token ids"}
 
 
-def _token_ids(given: Any, *where: int) -> list[int]:
+def _token_ids(value: Any, *where: int) -> list[int]:
     """Raises ValidationError, which names the first entry that is not a token id. where: location
     of the list."""
-    if not isinstance(given, list):
+    if not isinstance(value, list):
         raise ValueError("must be a list of token ids")
     # Python takes booleans for integers. Each of these checks takes some 10 ms for half a million
     # ids.
-    if not set(map(type, given)) <= {int} or (
-        given and not -_LAST_TOKEN_ID <= min(given) <= max(given) <= _LAST_TOKEN_ID
+    if not set(map(type, value)) <= {int} or (
+        value and not -_LAST_TOKEN_ID <= min(value) <= max(value) <= _LAST_TOKEN_ID
     ):
-        for place, each in enumerate(given):
-            if type(each) is not int or not -_LAST_TOKEN_ID <= each <= _LAST_TOKEN_ID:
+        for place, token_id in enumerate(value):
+            if type(token_id) is not int or not -_LAST_TOKEN_ID <= token_id <= _LAST_TOKEN_ID:
                 wrong_entry(
                     *where, place, f"must be a token id, a whole number from 0 to {_LAST_TOKEN_ID}"
                 )
-    return given
+    return value
 
 
 def wrong_entry(*where_and_what: int | str) -> None:
@@ -150,16 +150,16 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        found = {name: value for name, value in given.items() if value is not None}
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        fields = {name: value for name, value in body.items() if value is not None}
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        unknown = next((name for name in found if name not in known), None)
+        unknown = next((name for name in fields if name not in known), None)
         if unknown is not None:
             line: Any = {"type": "extra_forbidden", "loc": (unknown,), "input": None}
             raise ValidationError.from_exception_data("body", [line])
-        return found
+        return fields
 
 
 class StreamOptions(Body):
@@ -355,11 +355,11 @@ class TextPart(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        kind = given.get("type", "text") if isinstance(given, dict) else "text"
+    def _is_text(cls, value: Any) -> Any:
+        kind = value.get("type", "text") if isinstance(value, dict) else "text"
         if kind not in _TEXT_PARTS:
             raise ValueError(f"{kind!r:.80} parts are not served, only text")
-        return given
+        return value
 
     @model_validator(mode="after")
     def _whole(self) -> TextPart:
@@ -417,9 +417,9 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Checks a tool's schema. All tools together are short enough to be encoded at once."""
     if len(json.dumps(schema)) > MAX_GRAMMAR:
         raise ValueError(_TOO_LONG)
-    found = schema_problem(schema)
-    if found is not None:
-        where, problem = found
+    fault = schema_problem(schema)
+    if fault is not None:
+        where, problem = fault
         raise ValueError(f"{where}: {problem}" if where else problem)
     return schema
 
@@ -443,9 +443,9 @@ class ToolField(Body):
 
     def plain(self) -> Tool:
         """The tool as the rest of the server knows it."""
-        given = self.function
-        parameters = NOTHING if given.parameters is None else given.parameters
-        return Tool(given.name, given.description or "", parameters, bool(given.strict))
+        function = self.function
+        parameters = NOTHING if function.parameters is None else function.parameters
+        return Tool(function.name, function.description or "", parameters, bool(function.strict))
 
 
 class ChosenFunction(Body):
@@ -461,11 +461,11 @@ class ChosenTool(Body):
     function: ChosenFunction
 
 
-def known_choice(given: Any) -> Any:
+def known_choice(value: Any) -> Any:
     """Returns `tool_choice` as it is. Raises ValueError if it has another form."""
-    if not isinstance(given, dict) and given not in ("none", "auto", "required"):
+    if not isinstance(value, dict) and value not in ("none", "auto", "required"):
         raise ValueError("must be none, auto, required, or an object that names a function")
-    return given
+    return value
 
 
 ToolChoice = Annotated[
@@ -487,10 +487,10 @@ def short_together(tools: Any) -> Any:
     is parsed."""
     size = 0
     for tool in tools if isinstance(tools, list) else ():
-        given = tool.get("function", tool) if isinstance(tool, dict) else None
-        if isinstance(given, dict):
-            size += len(compact(given.get("parameters", {})))
-            size += len(about) if isinstance(about := given.get("description"), str) else 0
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if isinstance(function, dict):
+            size += len(compact(function.get("parameters", {})))
+            size += len(about) if isinstance(about := function.get("description"), str) else 0
         if size > MAX_TOOLS_TEXT:
             problem = f"have more than {MAX_TOOLS_TEXT:,} characters"
             raise ValueError(f"{problem}; {MAX_TOOLS_TEXT:,} are allowed")
@@ -573,8 +573,12 @@ class Message(Body):
             call = ToolCall.model_construct(id=_NO_ID, type="function", function=self.function_call)
             further["tool_calls"].append(call.plain())
         further["reasoning_content"] = self.reasoning_content or self.reasoning
-        given = {name: value for name, value in further.items() if value}
-        return {"role": _TOOL if self.role == "function" else self.role, "content": text, **given}
+        function = {name: value for name, value in further.items() if value}
+        return {
+            "role": _TOOL if self.role == "function" else self.role,
+            "content": text,
+            **function,
+        }
 
 
 _TOOL = "tool"

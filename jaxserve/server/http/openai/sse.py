@@ -61,10 +61,10 @@ async def chunk_events(
             async for chunk in chunks:
                 yield sse_event(chunk)
     except Exception as error:
-        told = as_api_error(error)
-        if told is None:
+        api_error = as_api_error(error)
+        if api_error is None:
             raise
-        told.note(record)
-        yield sse_event(told.body())
+        api_error.note(record)
+        yield sse_event(api_error.body())
         return
     yield DONE

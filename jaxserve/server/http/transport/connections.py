@@ -29,7 +29,7 @@ class Connections:
         self._newcomers = max(1, limit // _NEWCOMERS)
         self.limit = limit
         # In the order of their last message, the longest silent first.
-        self._places: dict[Standing, dict[Place, None]] = {each: {} for each in Standing}
+        self._places: dict[Standing, dict[Place, None]] = {standing: {} for standing in Standing}
 
     def __len__(self) -> int:
         return sum(map(len, self._places.values()))

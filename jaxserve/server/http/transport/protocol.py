@@ -80,15 +80,15 @@ class _Framing(h11.Connection):
     def _begin(self, request: h11.Request) -> None:
         self._state[ARRIVED] = time.monotonic()
         self._chunks = self._bytes = 0
-        size, framed, chunked, given = len(request.target), 0, False, []
+        size, framed, chunked, lengths = len(request.target), 0, False, []
         for name, value in request.headers:
             size += len(name) + len(value) + len(": \r\n")
             framed += name in (b"content-length", b"transfer-encoding")
             chunked |= name == b"transfer-encoding"
             if name == _X_REQUEST_ID:
-                given.append(value)
-        sane = len(given) == 1 and _SANE_ID.fullmatch(given[0])
-        self._state[REQUEST_ID] = given[0].decode() if sane else _own_id()
+                lengths.append(value)
+        sane = len(lengths) == 1 and _SANE_ID.fullmatch(lengths[0])
+        self._state[REQUEST_ID] = lengths[0].decode() if sane else _own_id()
         if size > HEAD_BYTES:
             raise h11.RemoteProtocolError(_LONG_HEAD)
         if framed > 1:

@@ -61,9 +61,9 @@ class _Parser(ReasoningParser):
         that follows, which is read, too. None if it is not a header."""
         while True:
             at = [(self._held.find(mark, 0, _MOST), mark) for mark in (_MESSAGE, _START, *_ENDS)]
-            found = min((each for each in at if each[0] >= 0), default=None)
-            if found is not None:
-                rest, mark = self._take(found[0]), self._take(len(found[1]))
+            first = min((place for place in at if place[0] >= 0), default=None)
+            if first is not None:
+                rest, mark = self._take(first[0]), self._take(len(first[1]))
                 if mark == _START:
                     self._held = mark + self._held
                     return rest, ""

@@ -26,10 +26,10 @@ class Tagged(ReasoningFormat):
 
     def parser(self, prompt: str) -> TaggedParser | None:
         """See `ReasoningFormat`."""
-        found = self.span(prompt)
-        if found is None:
+        span = self.span(prompt)
+        if span is None:
             return None
-        return TaggedParser(self.begins, self.ends, opened=not found.begins)
+        return TaggedParser(self.begins, self.ends, opened=not span.begins)
 
     def span(self, prompt: str, calls: Calls = Calls.NONE) -> Span | None:
         """See `ReasoningFormat`."""

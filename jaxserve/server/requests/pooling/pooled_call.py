@@ -48,12 +48,12 @@ class PooledCall:
             Exception: As `EngineRequests.open_stream` raises, or the error of a failed request. The
                 other requests are then cancelled.
         """
-        found: list[Output | None] = [None] * len(self._wanted)
+        outputs: list[Output | None] = [None] * len(self._wanted)
         places = iter(range(len(self._wanted)))
 
         async def work() -> None:
             for place in places:
-                found[place] = await self._serve(self._wanted[place])
+                outputs[place] = await self._serve(self._wanted[place])
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -61,7 +61,7 @@ class PooledCall:
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
-        return [output for output in found if output is not None]
+        return [output for output in outputs if output is not None]
 
     async def _serve(self, request: Request) -> Output:
         while True:

@@ -74,10 +74,10 @@ async def scores(
     shared = dataclasses.replace(shared, pooling=made.pooling)
     by_tokens = bool(made.pooling.scored_token_ids)
     outputs = await _outputs(requests, shared, made.prompts, "documents", record, given=by_tokens)
-    found = made.scores([pooled(output) for output in outputs])
+    scored = made.scores([pooled(output) for output in outputs])
     if by_tokens:
-        return list(zip(found, outputs, strict=True))
-    return [(score, None) for score in found]
+        return list(zip(scored, outputs, strict=True))
+    return [(score, None) for score in scored]
 
 
 async def _outputs(

@@ -54,7 +54,7 @@ def load_scoring(file: str, tokens: str) -> Scoring:
             raise ConfigError(str(error)) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{name}: cannot read {file}: {error}") from None
-    named = tuple(each for each in tokens.split(",") if each)
+    named = tuple(token for token in tokens.split(",") if token)
     if len(named) > MAX_SCORED_TOKENS:
         raise ConfigError(f"server.score_tokens: at most {MAX_SCORED_TOKENS}, got {len(named)}")
     return Scoring(template, named)
@@ -133,7 +133,7 @@ def pair_prompts(
         near = dataclasses.replace(usual, normalize=True)
         return PairPrompts(texts, near, [(place[one], place[other]) for one, other in pairs])
     at_most_entries("tokens", len(named), MAX_SCORED_TOKENS)
-    ids = tuple(each if isinstance(each, int) else _token_id(each, encode) for each in named)
+    ids = tuple(token if isinstance(token, int) else _token_id(token, encode) for token in named)
     form = scoring.template if template is None else template
     check_template(form, "template")
     _check_size(form, pairs)
@@ -164,7 +164,7 @@ def _check_size(template: str, pairs: Sequence[Pair]) -> None:
 
 def _filled(template: str, pair: Pair) -> str:
     texts = dict(zip(("query", "document"), pair, strict=True))
-    return _PLACES.sub(lambda found: texts[found[1]], template)
+    return _PLACES.sub(lambda match: texts[match[1]], template)
 
 
 def _token_id(text: str, encode: Encode) -> int:

@@ -75,19 +75,19 @@ class ChatTemplate:
         tool_source: str | None = None,
     ) -> None:
         self.own = source is not None
-        sources = [each for each in dict.fromkeys((source, tool_source)) if each is not None]
+        sources = [text for text in dict.fromkeys((source, tool_source)) if text is not None]
         self.tool_format = tool_formats.find_format("".join(sources[-1:]), tool_format)
         self.reasoning_format = reasoning_formats.find_format("".join(sources), reasoning_format)
         self._fixed = {**(special or {}), "documents": None}
         # Separate threads, so that long chats do not hold up short ones.
-        self._processes = [TemplateProcess(each) for each in sources for _ in range(2)]
+        self._processes = [TemplateProcess(text) for text in sources for _ in range(2)]
         self.close = weakref.finalize(self, _close, self._processes)
         read = [process.compile() for process in self._processes[::2]]
         self._reads_tools = "tools" in frozenset[str]().union(*read[-1:])
         self._reads = frozenset[str]().union(*read) - {*(special or ()), *_OF_THE_CALL}
         self._turns = [
-            TemplateTurns(each, functools.partial(self._rendered, process))
-            for each, process in zip(sources, self._processes[::2], strict=True)
+            TemplateTurns(text, functools.partial(self._rendered, process))
+            for text, process in zip(sources, self._processes[::2], strict=True)
         ]
 
     def submit(
@@ -131,8 +131,8 @@ class ChatTemplate:
         short = _is_short(messages, tools or ()) and not any(
             isinstance(value, str | list | dict) for value in (kwargs or {}).values()
         )
-        told = list(map(self._with_thought, turns.placed(messages)))
-        variables = {**self._fixed, **(kwargs or {}), "messages": told}
+        chat = list(map(self._with_thought, turns.placed(messages)))
+        variables = {**self._fixed, **(kwargs or {}), "messages": chat}
         variables |= {"add_generation_prompt": add_generation_prompt, "tools": shown}
         process = self._processes[2 * which + (not short)]
         return process.render(variables, tenant)
@@ -142,10 +142,10 @@ class ChatTemplate:
         reads no such variable. A template that only knows whether to think gets that."""
         if effort is None:
             return {}
-        found: dict[str, Any] = {
+        kwargs: dict[str, Any] = {
             name: effort != "none" for name in _SWITCHES if name in self._reads
         }
-        return found | ({_EFFORT: effort} if _EFFORT in self._reads else {})
+        return kwargs | ({_EFFORT: effort} if _EFFORT in self._reads else {})
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """As `submit`, but waits for the result."""
@@ -167,9 +167,9 @@ class ChatTemplate:
         where = _HISTORY if self.reasoning_format is None else self.reasoning_format.history
         if _HISTORY not in message or where == _HISTORY:
             return message
-        told = dict(message)
-        told[where] = told.pop(_HISTORY)
-        return told
+        copy = dict(message)
+        copy[where] = copy.pop(_HISTORY)
+        return copy
 
     def _check(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
@@ -191,16 +191,18 @@ def _close(processes: Sequence[TemplateProcess]) -> None:
 
 def _line(message: Message) -> str:
     functions = (call["function"] for call in message.get("tool_calls", ()))
-    calls = "".join(f"{each['name']}({as_json(each['arguments'])})" for each in functions)
+    calls = "".join(
+        f"{function['name']}({as_json(function['arguments'])})" for function in functions
+    )
     return f"{message['role']}: {message['content']}{calls}\n"
 
 
 def _is_short(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
     texts = ("content", _HISTORY)
     characters = sum(
-        len(each.get(name) or "") for each in messages[:_SHORT_MESSAGES] for name in texts
+        len(message.get(name) or "") for message in messages[:_SHORT_MESSAGES] for name in texts
     )
-    calls = any("tool_calls" in each for each in messages[:_SHORT_MESSAGES])
+    calls = any("tool_calls" in message for message in messages[:_SHORT_MESSAGES])
     characters += sum(_size(tool) for tool in tools)
     return len(messages) <= _SHORT_MESSAGES and characters <= _SHORT_CHARACTERS and not calls
 
@@ -217,14 +219,14 @@ def _problem(value: Any) -> str | None:
         if values > _MAX_VALUES:
             return f"holds more than {_MAX_VALUES:,} values"
         inner: list[Any] = []
-        for each in level:
-            if isinstance(each, list):
-                inner += each
-            elif isinstance(each, dict):
-                inner += each.values()
-            elif isinstance(each, float) and not math.isfinite(each):
+        for item in level:
+            if isinstance(item, list):
+                inner += item
+            elif isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, float) and not math.isfinite(item):
                 return "holds a number that is not finite"
-            elif isinstance(each, int) and each.bit_length() > 63:
+            elif isinstance(item, int) and item.bit_length() > 63:
                 return "holds an integer of more than 64 bits"
         level = inner
         if not level:
@@ -249,17 +251,17 @@ def load_chat_template(path: str, server: ServerConfig | None = None) -> ChatTem
     folder = Path(path).expanduser()
     try:
         config = tokenizer_files.read_config(folder)
-        found = tokenizer_files.chat_templates(folder, config, MAX_SOURCE)
+        templates = tokenizer_files.chat_templates(folder, config, MAX_SOURCE)
     except ValueError as error:
         raise ConfigError(f"model.path: {error}") from None
     special = tokenizer_files.special_tokens(config)
-    if not found:
+    if not templates:
         return ChatTemplate(None, special, *formats)
-    name = next(each for each in (*_NAMES, *found) if each in found)
+    name = next(known for known in (*_NAMES, *templates) if known in templates)
     if name != _NAMES[0]:
         log.warning("%s has no chat template of the name %s (it has %s): %s is used",
-                    folder, _NAMES[0], ", ".join(found), name)  # fmt: skip
-    (source, where), (for_tools, _) = found[name], found.get(_NAMES[1], (None, None))
+                    folder, _NAMES[0], ", ".join(templates), name)  # fmt: skip
+    (source, where), (for_tools, _) = templates[name], templates.get(_NAMES[1], (None, None))
     try:
         return ChatTemplate(source, special, *formats, tool_source=for_tools)
     except TemplateFailed as error:

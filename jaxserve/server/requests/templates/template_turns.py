@@ -63,37 +63,37 @@ class TemplateTurns:
         """The chat with its instructions where the template supports them. The role developer
         becomes system if the template knows only that; instructions that it would lose are merged
         into the first ones."""
-        if not any(_instructs(each) for each in messages[1:]) and not (
+        if not any(_instructs(message) for message in messages[1:]) and not (
             messages and messages[0]["role"] == "developer" and not self._knows
         ):
             return messages
-        behind = (n for n, each in enumerate(messages) if not _instructs(each))
+        behind = (n for n, message in enumerate(messages) if not _instructs(message))
         lead = next(behind, len(messages))
         first, rest = list(messages[:lead]), list[Message]()
         lost = len(first) > 1 and not self._has_several(first)
-        for each in messages[lead:]:
-            role = self._later_role(each["role"]) if _instructs(each) else each["role"]
+        for message in messages[lead:]:
+            role = self._later_role(message["role"]) if _instructs(message) else message["role"]
             if role:
-                rest.append(_as(role, each))
+                rest.append(_as(role, message))
             else:
-                first.append(each)
+                first.append(message)
                 lost = True
         if lost:
-            texts = filter(None, (each["content"] for each in first))
+            texts = filter(None, (message["content"] for message in first))
             first = [{**first[0], "content": "\n\n".join(texts)}]
-        return [*(_as(self._role(each["role"]), each) for each in first), *rest]
+        return [*(_as(self._role(message["role"]), message) for message in first), *rest]
 
     def _role(self, role: str) -> str:
         return role if self._knows else "system"
 
     def _has_several(self, first: Sequence[Message]) -> bool:
-        if all(each["role"] == "system" for each in first):
+        if all(message["role"] == "system" for message in first):
             return self._several
         return self._beside
 
     def _later_role(self, role: str) -> str:
         """The role for instructions after other turns; "" if the template supports none."""
-        return next((each for each in (role, "system") if self._later[each]), "")
+        return next((name for name in (role, "system") if self._later[name]), "")
 
 
 def _chat(order: Sequence[str]) -> list[Message]:

@@ -94,7 +94,11 @@ class Worker:
         of several chats, null for those that it rejects; or an error as `problem`."""
         try:
             if "several" in question:
-                return {"texts": [self.answer(each).get("text") for each in question["several"]]}
+                return {
+                    "texts": [
+                        self.answer(variables).get("text") for variables in question["several"]
+                    ]
+                }
             if self._render is not None:
                 _read_arguments(question["messages"])
                 text = self._render(question)

@@ -31,14 +31,14 @@ class _Parser(JsonCallParser):
 
     def _after(self, marker: str) -> Steps[None]:
         header = yield from self._until(_MESSAGE, _MOST)
-        found = None if header is None else _HEAD.fullmatch(header)
+        match = None if header is None else _HEAD.fullmatch(header)
         before = marker if header is None else marker + header + _MESSAGE
         if header is not None:
             before += yield from self._skip_space()
-        if found is None or found[1] not in self._tools:
+        if match is None or match[1] not in self._tools:
             self._content(before)
         elif self._held.startswith("{"):
-            self._begin(found[1])
+            self._begin(match[1])
             if (yield from self._value()):
                 yield from self._literal(_CALL)
         else:
@@ -46,7 +46,7 @@ class _Parser(JsonCallParser):
             before += nothing + (yield from self._skip_space())
             closed = yield from self._literal(_CALL)
             if closed or (nothing and not self._held):
-                self._begin(found[1])
+                self._begin(match[1])
                 self._arguments("{}")
             else:
                 self._content(before)

@@ -51,8 +51,8 @@ class Hermes(MarkedFormat):
     def held(self, rules: Rules, parallel: bool) -> str:
         """See `ToolFormat`."""
         tagged = f"{rules.marker(_BEGIN)} {self.after_trigger(rules, parallel)}"
-        one = rules.add("tag", tagged)
-        return f'{one} ("\\n" {one}){{0,{MAX_CALLS - 1}}}' if parallel else one
+        tag = rules.add("tag", tagged)
+        return f'{tag} ("\\n" {tag}){{0,{MAX_CALLS - 1}}}' if parallel else tag
 
     def after_trigger(self, rules: Rules, parallel: bool) -> str:
         """See `MarkedFormat`."""

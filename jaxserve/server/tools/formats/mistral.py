@@ -78,8 +78,8 @@ class Mistral(MarkedFormat):
         """See `ToolFormat`."""
         if not self._newer:
             return f"{rules.marker(_BEGIN)} {self._list(parallel)}"
-        one = rules.add("marked", f"{rules.marker(_BEGIN)} call")
-        return f"{one}{{1,{MAX_CALLS}}}" if parallel else one
+        marked = rules.add("marked", f"{rules.marker(_BEGIN)} call")
+        return f"{marked}{{1,{MAX_CALLS}}}" if parallel else marked
 
     @staticmethod
     def _list(parallel: bool) -> str:

@@ -34,8 +34,8 @@ class _CallEnd:
         at = 0
         if self._escaped and text:
             at, self._escaped = 1, False
-        while (found := (_QUOTED.get(self._quote) or _MARKS).search(text, at)) is not None:
-            at, mark = found.end(), found[0]
+        while (match := (_QUOTED.get(self._quote) or _MARKS).search(text, at)) is not None:
+            at, mark = match.end(), match[0]
             if mark == "\\":
                 self._escaped = at == len(text)
                 at += 1
@@ -107,12 +107,14 @@ class _Parser(CallParser):
             place = end.feed(self._held[seen:])
         length = len(self._held) if place is None else seen + place
         text = self._take(length)
-        found = None if place is None or length > MAX_LITERAL else _arguments(text[name.end() :])
-        if found is None:
+        arguments = (
+            None if place is None or length > MAX_LITERAL else _arguments(text[name.end() :])
+        )
+        if arguments is None:
             self._content(before + text)
             return False
         self._begin(name[1])
-        self._arguments(found)
+        self._arguments(arguments)
         return True
 
 
@@ -123,10 +125,10 @@ def _arguments(text: str) -> str | None:
         if not isinstance(call, ast.Call) or call.args:
             return None
         lines = f"f{text}".encode().split(b"\n")
-        found = {each.arg: literal_value(each.value, lines) for each in call.keywords}
-        if len(found) < len(call.keywords) or None in found:
+        values = {keyword.arg: literal_value(keyword.value, lines) for keyword in call.keywords}
+        if len(values) < len(call.keywords) or None in values:
             return None
-        return compact(found, finite=True)
+        return compact(values, finite=True)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
@@ -155,10 +157,10 @@ class Pythonic(LeadingFormat):
         properties, required = schema.get("properties", {}), schema.get("required", [])
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         if "properties" not in schema and schema.get("additionalProperties", True) is not False:
-            one = rules.add(
+            argument = rules.add(
                 f"any_{rules.number()}", f"/[a-zA-Z_][a-zA-Z0-9_]{{0,63}}=/ {rules.schema({})}"
             )
-            return f'{literal(tool.name)} "(" ({one} (", " {one}){{0,31}})? ")"'
+            return f'{literal(tool.name)} "(" ({argument} (", " {argument}){{0,31}})? ")"'
         names = list(properties)
         for name in names:
             if not (name.isascii() and name.isidentifier()) or name in _KEYWORDS:
@@ -168,16 +170,18 @@ class Pythonic(LeadingFormat):
         # without it.
         after_some, after_none = '")"', '")"'
         for name in reversed(names):
-            given = properties[name]
-            given = given if isinstance(given, dict) else {} if given else {"not": {}}
+            parameter = properties[name]
+            parameter = (
+                parameter if isinstance(parameter, dict) else {} if parameter else {"not": {}}
+            )
             number = rules.number()
             value = rules.add(
-                f"value_{number}", f"{literal(f'{name}=')} {rules.schema({**shared, **given})}"
+                f"value_{number}", f"{literal(f'{name}=')} {rules.schema({**shared, **parameter})}"
             )
-            some, none = f'", " {value} {after_some}', f"{value} {after_some}"
+            behind, none = f'", " {value} {after_some}', f"{value} {after_some}"
             if name not in required:
-                some, none = f"{some} | {after_some}", f"{none} | {after_none}"
-            after_some = rules.add(f"some_{number}", some)
+                behind, none = f"{behind} | {after_some}", f"{none} | {after_none}"
+            after_some = rules.add(f"some_{number}", behind)
             after_none = rules.add(f"none_{number}", none)
         return f'{literal(tool.name)} "(" {after_none}'
 

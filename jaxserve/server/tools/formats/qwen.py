@@ -115,10 +115,10 @@ class Qwen(MarkedFormat):
             # Any: one parameter after the other, with JSON or text.
             name, value = rules.number(), rules.add(f"any_{rules.number()}[lazy]", _any_value())
             key = rules.add(f"key_{name}[lazy]", '/[a-zA-Z0-9_.-]{1,64}/ ">"')
-            one = rules.add(
+            parameter = rules.add(
                 f"one_{name}", f"{literal(_PARAMETER)} {key} {literal(chr(10))} {value}"
             )
-            return self._function(tool, f"{one}*")
+            return self._function(tool, f"{parameter}*")
         required = schema.get("required", [])
         shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         parameters = [
@@ -143,8 +143,8 @@ class Qwen(MarkedFormat):
         if allowed.only_text or allowed.any_text:
             value = self._text_value(rules, allowed, where)
         else:
-            given = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
-            value = f"{rules.schema({**shared, **given})} {literal(_value_end())}"
+            value_schema = schema if isinstance(schema, dict) else {} if schema else {"not": {}}
+            value = f"{rules.schema({**shared, **value_schema})} {literal(_value_end())}"
         begin = f"{_PARAMETER}{name}>\n"
         return rules.add(f"parameter_{number}", f"{literal(begin)} {value}")
 
@@ -153,10 +153,10 @@ class Qwen(MarkedFormat):
             problem = f"the format {self.name} cannot hold strings to {allowed.further[:64]!r}"
             raise InvalidRequest(where, problem)
         if allowed.texts is not None:
-            some = sorted(filter(allowed.has, allowed.texts))
-            if not some:
+            texts = sorted(filter(allowed.has, allowed.texts))
+            if not texts:
                 raise InvalidRequest(where, "no value is valid")
-            return f"({' | '.join(map(literal, some))}) {literal(_value_end())}"
+            return f"({' | '.join(map(literal, texts))}) {literal(_value_end())}"
         least, most = allowed.least, "" if allowed.most is None else allowed.most
         length = f"(?s:.{{{least},{most}}})" if (least, most) != (0, "") else "(?s:.*)"
         lazy = f"text_{rules.number()}[lazy]"
@@ -164,8 +164,8 @@ class Qwen(MarkedFormat):
 
     def held(self, rules: Rules, parallel: bool) -> str:
         """See `ToolFormat`."""
-        one = rules.add("tag", f"{rules.marker(_BEGIN)} {self.after_trigger(rules, parallel)}")
-        return f'{one} ("\\n" {one}){{0,{MAX_CALLS - 1}}}' if parallel else one
+        tag = rules.add("tag", f"{rules.marker(_BEGIN)} {self.after_trigger(rules, parallel)}")
+        return f'{tag} ("\\n" {tag}){{0,{MAX_CALLS - 1}}}' if parallel else tag
 
     def after_trigger(self, rules: Rules, parallel: bool) -> str:
         """See `MarkedFormat`."""

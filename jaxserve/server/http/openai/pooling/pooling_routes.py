@@ -54,7 +54,7 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
         """Scores of pairs of texts."""
         answer = _Pooled(context, body, http)
         try:
-            found = await answer.scores(_pairs(body))
+            scores = await answer.scores(_pairs(body))
         except InvalidRequest as error:
             name, dot, place = error.field_name.partition(".")
             if name != "documents" or body.text_2 is None:
@@ -62,18 +62,18 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
             raise error.renamed(f"text_2{dot}{place}") from None
         data = [
             {"index": place, "object": "score", "score": score, **slo}
-            for place, (score, slo) in enumerate(found)
+            for place, (score, slo) in enumerate(scores)
         ]
         return _json({**answer.head("score"), "object": "list", "data": data, **answer.usage()})
 
     async def rerank(body: RerankRequest, http: HttpRequest) -> Response:
         """The documents, best matches for the query first."""
         answer = _Pooled(context, body, http)
-        found = await answer.scores([(body.query, text) for text in body.documents])
-        best = sorted(range(len(found)), key=lambda place: -found[place][0])
+        scores = await answer.scores([(body.query, text) for text in body.documents])
+        best = sorted(range(len(scores)), key=lambda place: -scores[place][0])
         results = []
         for place in best[: body.top_n or len(best)]:
-            score, slo = found[place]
+            score, slo = scores[place]
             result = {"index": place, "relevance_score": score, **slo}
             if body.return_documents:
                 result["document"] = {"text": body.documents[place]}
@@ -114,8 +114,8 @@ class _Pooled:
         assert isinstance(body, PairScoring)
         said = (context.scoring, body.tokens, body.template)
         made = scores(context.requests, self._shared, pairs, *said, self._record)
-        found = await unless_gone(self._http, made)
-        return [(score, {} if last is None else slo_fields(last)) for score, last in found]
+        scored = await unless_gone(self._http, made)
+        return [(score, {} if last is None else slo_fields(last)) for score, last in scored]
 
     def head(self, prefix: str) -> dict[str, Any]:
         """The first fields of an answer."""
@@ -132,10 +132,10 @@ class _Pooled:
 
 def _pairs(body: ScoreRequest) -> list[Pair]:
     named = {name: getattr(body, name) for name in ("text_1", "text_2", "queries", "documents")}
-    given = {name: texts for name, texts in named.items() if texts is not None}
-    if given.keys() not in ({"text_1", "text_2"}, {"queries", "documents"}):
+    fields = {name: texts for name, texts in named.items() if texts is not None}
+    if fields.keys() not in ({"text_1", "text_2"}, {"queries", "documents"}):
         raise InvalidRequest("text_1", "text_1 and text_2, or queries and documents, are needed")
-    (_, first), (name, second) = given.items()
+    (_, first), (name, second) = fields.items()
     return pairs_of(first, second, name)
 
 
@@ -166,9 +166,9 @@ def _pieces(
     """The answer's JSON, vector by vector."""
     begin = to_json(fields)[:-1] + b',"data":['
     for place, output in enumerate(outputs):
-        found = pooled(output)
-        told: Any = base64.b64encode(found.astype("<f4").tobytes()) if base else found.tolist()
-        entry = {"object": kind, "index": place, **slo_fields(output), name: told}
+        vector = pooled(output)
+        encoded: Any = base64.b64encode(vector.astype("<f4").tobytes()) if base else vector.tolist()
+        entry = {"object": kind, "index": place, **slo_fields(output), name: encoded}
         yield begin + to_json(entry)
         begin = b","
     yield b"]}"

@@ -20,22 +20,22 @@ from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
 Inputs = Annotated[
     Any,
     PlainValidator(
-        lambda given: checked_prompts(given, MAX_INPUTS),
+        lambda value: checked_prompts(value, MAX_INPUTS),
         json_schema_input_type=str | list[str] | list[TokenId] | list[list[TokenId]],
     ),
 ]
 PoolingName = Literal["last", "mean", "cls"]
 
 
-def _texts(given: Any) -> list[str]:
+def _texts(value: Any) -> list[str]:
     """Texts given as strings, or as objects with only a `text`."""
-    if not isinstance(given, list):
+    if not isinstance(value, list):
         raise ValueError("must be a list of texts")
-    if not 1 <= len(given) <= MAX_INPUTS:
-        raise ValueError(f"has {len(given)} texts; 1 to {MAX_INPUTS} are taken in a call")
+    if not 1 <= len(value) <= MAX_INPUTS:
+        raise ValueError(f"has {len(value)} texts; 1 to {MAX_INPUTS} are taken in a call")
     texts: list[str] = []
-    for place, each in enumerate(given):
-        text = each.get("text") if isinstance(each, dict) and len(each) == 1 else each
+    for place, entry in enumerate(value):
+        text = entry.get("text") if isinstance(entry, dict) and len(entry) == 1 else entry
         if isinstance(text, str):
             texts.append(text)
         else:
@@ -49,7 +49,7 @@ Texts = Annotated[
 OneOrMoreTexts = Annotated[
     Any,
     PlainValidator(
-        lambda given: [given] if isinstance(given, str) else _texts(given),
+        lambda value: [value] if isinstance(value, str) else _texts(value),
         json_schema_input_type=str | list[str],
     ),
 ]

@@ -103,13 +103,13 @@ class ResponseAnswer:
                     given_up = {}
             finished = await self._finished()
         except Exception as error:
-            told = as_api_error(error)
-            if told is None:
+            api_error = as_api_error(error)
+            if api_error is None:
                 raise
-            told.note(self._generating.record)
-            problem = {"code": told.code, "message": str(told), "param": told.param}
+            api_error.note(self._generating.record)
+            problem = {"code": api_error.code, "message": str(api_error), "param": api_error.param}
             yield events.told("error", to_json({"type": "error", **problem}))
-            failed = {"code": _error_code(told), "message": str(told)}
+            failed = {"code": _error_code(api_error), "message": str(api_error)}
             yield events.with_response("failed", self._response("failed", error=failed))
             return
         yield events.with_response(self._status, finished)
@@ -140,10 +140,10 @@ class ResponseAnswer:
             thought = min(self._thought.tokens - self._left_out, len(self._untold))
             del self._untold[:thought]
             self._left_out += thought
-        found: list[Any] = []
+        entries: list[Any] = []
         if any(isinstance(piece, Content) for piece in pieces):
-            found, self._untold = self._untold, []
-        return found
+            entries, self._untold = self._untold, []
+        return entries
 
     @property
     def _status(self) -> Status:

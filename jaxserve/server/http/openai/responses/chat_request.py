@@ -58,8 +58,8 @@ def as_chat(body: ResponseRequest, messages: Sequence[Message], *, strict: bool)
         name: getattr(body, name) for name in body.model_fields_set if name in _SHARED
     }
     if body.instructions is not None:
-        told = Message.model_construct(role="system", content=body.instructions)
-        messages = [told, *messages]
+        instructions = Message.model_construct(role="system", content=body.instructions)
+        messages = [instructions, *messages]
     return ChatRequest.model_construct(
         **fields,
         messages=list(messages),
@@ -80,8 +80,8 @@ def naming_response_fields() -> Iterator[None]:
     except InvalidRequest as error:
         name = error.field_name
         for theirs, ours in _NAMES:
-            name, found = re.subn(rf"^(?:{theirs})(?=\.|$)", ours, name)
-            if found:
+            name, count = re.subn(rf"^(?:{theirs})(?=\.|$)", ours, name)
+            if count:
                 raise error.renamed(name) from None
         raise
 
@@ -109,21 +109,21 @@ def _choice(choice: Any) -> Any:
     return ChosenTool.model_construct(type="function", function=function)
 
 
-def _format(given: TextFormat | None) -> ResponseFormat | None:
-    if given is None:
+def _format(form: TextFormat | None) -> ResponseFormat | None:
+    if form is None:
         return None
     schema = None
     for name in ("name", "schema"):
-        value = given.name if name == "name" else given.json_schema
-        if given.type == "json_schema" and value is None:
+        value = form.name if name == "name" else form.json_schema
+        if form.type == "json_schema" and value is None:
             raise InvalidRequest(f"text.format.{name}", "is missing")
-        if given.type != "json_schema" and value is not None:
-            raise InvalidRequest(f"text.format.{name}", f"is not for type {given.type}")
-    if given.type == "json_schema":
+        if form.type != "json_schema" and value is not None:
+            raise InvalidRequest(f"text.format.{name}", f"is not for type {form.type}")
+    if form.type == "json_schema":
         schema = NamedSchema.model_construct(
-            name=given.name, schema=given.json_schema, strict=given.strict
+            name=form.name, schema=form.json_schema, strict=form.strict
         )
-    return ResponseFormat.model_construct(type=given.type, json_schema=schema)
+    return ResponseFormat.model_construct(type=form.type, json_schema=schema)
 
 
 def _logprobs(body: ResponseRequest) -> bool:

@@ -89,8 +89,8 @@ def _check_length(context: RouteContext, previous: StoredResponse, count: int) -
         raise InvalidRequest("previous_response_id", problem)
 
 
-def _read(given: str | Sequence[Item], previous: StoredResponse | None) -> Conversation:
-    own, earlier = kept_items(given), list[KeptItem]()
+def _read(source: str | Sequence[Item], previous: StoredResponse | None) -> Conversation:
+    own, earlier = kept_items(source), list[KeptItem]()
     for turn in () if previous is None else previous.turns():
         earlier += json.loads(turn.input_items)
         earlier += json.loads(turn.output_items)

@@ -25,41 +25,41 @@ def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def kept_items(given: str | Sequence[Item]) -> list[KeptItem]:
+def kept_items(items: str | Sequence[Item]) -> list[KeptItem]:
     """The items of an input, each with an id."""
-    if isinstance(given, str):
-        given = [MessageItem(role="user", content=given)]
+    if isinstance(items, str):
+        items = [MessageItem(role="user", content=items)]
     return [
         {
             "id": item.id or new_id(PREFIXES[item.type]),
             **item.plain(),
             "status": item.status or "completed",
         }
-        for item in given
+        for item in items
     ]
 
 
 def messages_of(items: Iterable[KeptItem]) -> list[Message]:
     """The chat that the items make. Consecutive thoughts, texts and calls of an assistant are one
     turn."""
-    found: list[Message] = []
+    messages: list[Message] = []
     turn = _AssistantTurn()
     for item in items:
         kind, role = item["type"], item.get("role", "assistant")
         if kind != "function_call_output" and role == "assistant":
             if turn.ends_before(kind):
-                found.append(turn.message())
+                messages.append(turn.message())
                 turn = _AssistantTurn()
             turn.add(item)
             continue
         if turn.begun:
-            found.append(turn.message())
+            messages.append(turn.message())
             turn = _AssistantTurn()
         if kind == "message":
-            found.append(_message(role, _text(item["content"])))
+            messages.append(_message(role, _text(item["content"])))
         else:
-            found.append(_message("tool", _text(item["output"]), tool_call_id=item["call_id"]))
-    return [*found, turn.message()] if turn.begun else found
+            messages.append(_message("tool", _text(item["output"]), tool_call_id=item["call_id"]))
+    return [*messages, turn.message()] if turn.begun else messages
 
 
 class _AssistantTurn:

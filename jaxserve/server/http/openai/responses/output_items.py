@@ -18,13 +18,13 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 def read_items(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Items in the form that later turns read: without log-probabilities."""
-    found = []
+    read = []
     for item in items:
         if item["type"] == "message":
             parts = [{"type": part["type"], "text": part["text"]} for part in item["content"]]
             item = {**item, "content": parts}
-        found.append(dict(item))
-    return found
+        read.append(dict(item))
+    return read
 
 
 class JsonList:

@@ -59,8 +59,8 @@ def asked_fields(
 
 
 def _given(value: Any) -> dict[str, Any]:
-    found: dict[str, Any] = value.model_dump(by_alias=True, exclude_none=True)
-    return found
+    fields: dict[str, Any] = value.model_dump(by_alias=True, exclude_none=True)
+    return fields
 
 
 def _tool(tool: Any) -> dict[str, Any]:

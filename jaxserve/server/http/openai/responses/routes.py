@@ -130,9 +130,9 @@ def _page(raw: bytes, limit: int, order: str, after: str | None) -> dict[str, An
         items.reverse()
     first = 0
     if after is not None:
-        first = 1 + next((i for i, each in enumerate(items) if each["id"] == after), len(items))
+        first = 1 + next((i for i, item in enumerate(items) if item["id"] == after), len(items))
     page = items[first : first + limit]
-    ids = [each["id"] for each in page] or [None]
+    ids = [item["id"] for item in page] or [None]
     more = first + limit < len(items)
     ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": more}
     return {"object": "list", "data": page, **ends}

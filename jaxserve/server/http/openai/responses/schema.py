@@ -149,18 +149,18 @@ class ReasoningItem(Body):
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _type(given: Any) -> Any:
-    kind = given.get("type") if isinstance(given, dict) else given.type
+def _type(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else value.type
     return "message" if kind is None else kind
 
 
-def _served(given: Any) -> Any:
-    if not isinstance(given, dict | Body):
+def _served(value: Any) -> Any:
+    if not isinstance(value, dict | Body):
         raise ValueError("must be an object")
-    if _type(given) not in _ITEMS:
+    if _type(value) not in _ITEMS:
         kinds = ", ".join(_ITEMS)
-        raise ValueError(f"{_type(given)!r:.80} items are not served, only {kinds}")
-    return given
+        raise ValueError(f"{_type(value)!r:.80} items are not served, only {kinds}")
+    return value
 
 
 Item = Annotated[
@@ -168,7 +168,7 @@ Item = Annotated[
     | Annotated[CallItem, Tag("Item[function_call]")]
     | Annotated[CallOutputItem, Tag("Item[function_call_output]")]
     | Annotated[ReasoningItem, Tag("Item[reasoning]")],
-    Discriminator(lambda given: f"Item[{_type(given)}]"),
+    Discriminator(lambda value: f"Item[{_type(value)}]"),
     BeforeValidator(_served),
 ]
 Items = Annotated[list[Item], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
@@ -182,11 +182,11 @@ class ResponseTool(FunctionTool):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_function(cls, given: Any) -> Any:
-        kind = given.get("type", "function") if isinstance(given, dict) else "function"
+    def _is_function(cls, value: Any) -> Any:
+        kind = value.get("type", "function") if isinstance(value, dict) else "function"
         if kind != "function":
             raise ValueError(f"{kind!r:.80} tools are not served, only functions")
-        return given
+        return value
 
 
 class NamedTool(Body):

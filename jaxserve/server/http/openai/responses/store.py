@@ -51,12 +51,12 @@ class StoredResponse:
 
     def turns(self) -> list[StoredResponse]:
         """The turns of the conversation up to this one, from the first."""
-        found: list[StoredResponse] = []
+        turns: list[StoredResponse] = []
         turn: StoredResponse | None = self
         while turn is not None:
-            found.append(turn)
+            turns.append(turn)
             turn = turn.previous
-        return found[::-1]
+        return turns[::-1]
 
     def hold(self) -> int:
         """Counts one more user. Returns the bytes of the turns that had no user before, which are
@@ -129,7 +129,10 @@ class ResponseStore:
         while len(shelf.stored) > self._most(tenant) or shelf.bytes > self._room(tenant):
             self._drop(tenant, next(iter(shelf.stored)))
         while len(self) > self._limits.count or self.bytes > self._limits.bytes:
-            most = max(self._shelves, key=lambda each: (self._part(each), each == tenant))
+            most = max(
+                self._shelves,
+                key=lambda tenant_name: (self._part(tenant_name), tenant_name == tenant),
+            )
             self._drop(most, next(iter(self._shelves[most].stored)))
         return turn.id in shelf.stored
 
@@ -137,8 +140,8 @@ class ResponseStore:
         """The tenant's response with this id; None if there is none."""
         self._expire()
         shelf = self._shelves.get(tenant)
-        found = None if shelf is None else shelf.stored.get(response_id)
-        return None if found is None else found[1]
+        kept = None if shelf is None else shelf.stored.get(response_id)
+        return None if kept is None else kept[1]
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Deletes the response with this id; False if the tenant has none."""
