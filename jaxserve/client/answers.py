@@ -1,4 +1,4 @@
-"""Writes the answers to a file of prompts to stdout, or to a file that a later call can resume.
+"""Writes the answers to prompts to stdout, or to a file that a later call can resume.
 
 An answer is a line of JSON with the line number of its prompt. A finished file has the answers in
 the order of the prompts.
@@ -22,7 +22,7 @@ class Answers:
 
     Args:
         path: output file; None for stdout.
-        prompts: by line number. A resumed file may have answers to these only.
+        prompts: the prompts by line number. A resumed file may only have answers to these.
         resume: whether to keep the answers that the file has, except errors.
 
     Attributes:
@@ -74,14 +74,14 @@ def _read(path: Path, prompts: Mapping[int, str]) -> dict[int, bytes]:
         for number, text in enumerate(file, start=1):
             if not text.endswith(b"\n"):
                 break
-            found: Any = None
+            record: Any = None
             with contextlib.suppress(ValueError):
-                found = json.loads(text)
-            known = isinstance(found, dict) and {"line", "prompt"} <= found.keys()
-            line = found["line"] if known else None
-            if not isinstance(line, int) or found["prompt"] != prompts.get(line, found):
+                record = json.loads(text)
+            known = isinstance(record, dict) and {"line", "prompt"} <= record.keys()
+            line = record["line"] if known else None
+            if not isinstance(line, int) or record["prompt"] != prompts.get(line, record):
                 which = f"line {number} is not the answer to one of these prompts"
                 raise ResultsError(f"--resume: {path} holds something else: {which}")
-            if "error" not in found:
+            if "error" not in record:
                 kept.setdefault(line, text)
     return kept

@@ -50,12 +50,12 @@ class ResultsFile:
 
     Args:
         path: the file; created if it does not exist.
-        prompts: the prompts that it has the results of.
+        prompts: the prompts of the batch.
 
     Attributes:
-        path: as given.
+        path: the file.
         batch: the batch at the server; None without one.
-        done: number of prompts with a result. They are the first ones.
+        done: number of prompts with a result, which are the first prompts.
         failed: how many of these results are errors.
 
     Raises:
@@ -94,8 +94,8 @@ class ResultsFile:
 
     def append(self, records: Iterable[dict[str, Any]]) -> None:
         """Adds results of the next prompts, in order. They are on disk when this returns. Each gets
-        its prompt's line number, and id if it has one. Raises ResultsError if they cannot be
-        written."""
+        the line number of its prompt, and its id if it has one. Raises ResultsError if they cannot
+        be written."""
         lines = []
         for number, record in enumerate(records, self.done):
             line = self._prompts.lines[number]
@@ -114,7 +114,7 @@ class ResultsFile:
         self.failed += sum("error" in line for line in lines)
 
     def finish(self) -> None:
-        """Forgets the batch, since all results are there."""
+        """Deletes the batch's state, since all results are there."""
         self._state.unlink(missing_ok=True)
         self.batch = None
         self._sync_folder()
@@ -123,7 +123,7 @@ class ResultsFile:
         """Releases the file. An empty one without a batch is deleted."""
         if not self.done and self.batch is None:
             self.path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of what a full disk has not taken: it does not count
+        with contextlib.suppress(OSError):  # data that a full disk refused does not count
             self._file.close()
 
     def __enter__(self) -> ResultsFile:
@@ -138,18 +138,18 @@ class ResultsFile:
         except FileNotFoundError:
             return None
         try:
-            found = BatchOnServer(**json.loads(text))
+            batch = BatchOnServer(**json.loads(text))
         except (ValueError, TypeError):
             raise ResultsError(f"--out: {self._state} is not what this client writes") from None
-        if found.digest != self._digest:
+        if batch.digest != self._digest:
             raise ResultsError(
                 f"--out: {self.path} is of an interrupted batch of other prompts or parameters; "
                 f"remove it and {self._state.name} to begin anew"
             )
-        return found
+        return batch
 
     def _read_results(self) -> None:
-        """Counts the results, and cuts off one that was being written."""
+        """Counts the results, and cuts off a half-written last one."""
         self._file.seek(0)
         end = 0
         for text in self._file:
@@ -165,14 +165,14 @@ class ResultsFile:
     def _count(self, text: bytes) -> None:
         numbers = self._prompts.numbers
         expected = numbers[self.done] if self.done < len(numbers) else None
-        found: Any = None
+        record: Any = None
         with contextlib.suppress(ValueError):
-            found = json.loads(text)
-        if not isinstance(found, dict) or expected is None or found.get("line") != expected:
+            record = json.loads(text)
+        if not isinstance(record, dict) or expected is None or record.get("line") != expected:
             which = f"line {self.done + 1} is not the result of a line of {self._prompts.path}"
             raise ResultsError(f"--out: {self.path} holds something else: {which}")
         self.done += 1
-        self.failed += "error" in found
+        self.failed += "error" in record
 
     def _check_started(self) -> None:
         if self.batch is None and self._file.tell():

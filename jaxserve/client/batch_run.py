@@ -22,16 +22,16 @@ from jaxserve.server.proto import batches_pb2 as pb
 PATIENCE_S = 600.0
 """How long the server may be away."""
 MAX_LINES = 50_000
-"""Longer files go as several batches, one after the other."""
+"""Longer files are sent as several batches, one after the other."""
 _CALL_BYTES = 1 << 20
-_CALL_LINES = 10_000  # a server takes only so many fields in one message
+_CALL_LINES = 10_000  # servers limit the fields of a message
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.1, 5.0
-# A server that comes down, a network that does, a proxy between: the call can be made again.
+# The server, the network or a proxy is down: the call can be repeated.
 _PASSING = ("UNAVAILABLE", "CANCELLED", "INTERNAL", "UNKNOWN", "DEADLINE_EXCEEDED")
 
 
 class BatchCancelled(RuntimeError):
-    """Somebody cancelled the batch while its results were awaited."""
+    """The batch was cancelled while this client waited for its results."""
 
 
 class BatchRun:
@@ -41,8 +41,8 @@ class BatchRun:
         client: the connection to the server.
         prompts: all prompts.
         results: their results file.
-        patience_s: seconds without progress at the server until the run gives up. It does so at
-            once if the server cannot be reached at the start.
+        patience_s: seconds without progress at the server until the run gives up. If the server
+            cannot be reached at the start, it gives up at once.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class BatchRun:
     ) -> None:
         self._client, self._prompts, self._results = client, prompts, results
         self._patience_s = patience_s
-        self._began = False  # this run has found its batch at the server, or put it there
+        self._began = False  # this run has found or made its batch at the server
         self._sent = results.batch is not None  # the server may have it
-        self._heard = time.monotonic()  # when the server last took or gave lines, or waited
+        self._heard = time.monotonic()  # when the server last made progress or was waiting
         self._bar: Any = None
 
     def run(self) -> None:
-        """Runs to the end. Raises BatchCancelled, OSError, and ServerError for what the server
-        refuses, or if it stays away."""
+        """Runs to the end. Raises BatchCancelled, OSError, and ServerError if the server refuses a
+        call or stays away."""
         results = self._results
         if not results.whole:
-            self._client.info(timeout=self._patience_s)  # nothing is begun where nobody is there
+            self._client.info(timeout=self._patience_s)  # begin nothing if no server answers
             self._heard = time.monotonic()
             with tqdm(
                 total=len(self._prompts.lines), initial=results.done, unit="line", file=sys.stderr
@@ -87,9 +87,9 @@ class BatchRun:
                 threading.Event().wait(wait_s)
 
     def _submitted(self) -> BatchOnServer:
-        """The batch at the server, with all its lines. A new one for the prompts without a result
-        takes the place of a batch that the server has forgotten, that was cancelled before this
-        run, or whose results are all here."""
+        """The batch at the server, with all its lines. If the server has forgotten the batch, it
+        was cancelled before this run, or all its results are here, a new batch is made for the
+        prompts without a result."""
         results = self._results
         batch = results.batch or results.begin()
         status = self._status(batch)
@@ -113,12 +113,12 @@ class BatchRun:
         return batch
 
     def _is_over(self, batch: BatchOnServer, status: pb.BatchStatus) -> bool:
-        """Whether no more results of it will come: all are here, or it was cancelled before this
-        run."""
+        """Whether the batch has no more results to come: all are here, or it was cancelled before
+        this run."""
         if status.state == pb.BATCH_STATE_CANCELLED:
             return not self._began
-        here = self._results.done - batch.first
-        return status.state == pb.BATCH_STATE_ENDED and here >= status.num_lines
+        stored = self._results.done - batch.first
+        return status.state == pb.BATCH_STATE_ENDED and stored >= status.num_lines
 
     def _status(self, batch: BatchOnServer) -> pb.BatchStatus | None:
         try:
@@ -136,7 +136,7 @@ class BatchRun:
                 self._take(batch, message)
                 status = message.status
         finally:
-            # Whoever is asked says at once where the batch is, be it that no more is to come.
+            # The server always sends the batch's status at once, even if no more results will come.
             if time.monotonic() - began > LONGEST_WAIT_S:
                 self._heard = time.monotonic()
         if status.state == pb.BATCH_STATE_CANCELLED:
@@ -169,4 +169,6 @@ def _one_call(lines: Iterator[pb.BatchLine]) -> Iterator[pb.BatchLine]:
 def _record(result: pb.BatchResult) -> dict[str, Any]:
     if result.HasField("error"):
         return error_record(result.error.code, result.error.message)
-    return completion_records([Completion.from_message(each) for each in result.completions])
+    return completion_records(
+        [Completion.from_message(completion) for completion in result.completions]
+    )

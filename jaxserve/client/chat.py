@@ -1,4 +1,4 @@
-"""The command line of `jaxserve chat`: a conversation with the model that a server has, by HTTP."""
+"""The command line of `jaxserve chat`: a conversation with a server's model, over HTTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _COMMAND = re.compile(r"/[a-z]+")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0 at the end of the input, 1 for what the server refused, 2 for usage,
-    130 for ^C."""
+    """Returns the exit code: 0 at the end of the input, 1 if the server refused a request, 2 for
+    usage, 130 for ^C."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServerError, OSError) as error:
         print(f"jaxserve chat: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:  # flags that do not go together
+    except ValueError as error:  # contradicting flags
         parser.error(str(error))
     except KeyboardInterrupt:
         return 130
@@ -68,7 +68,7 @@ class Chat:
 
     Attributes:
         expected_missed: whether the server has given up the targets of the latest answer.
-        verdict: what came of these, as a line; None where there were none.
+        verdict: which targets were met, as a line; None without targets.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Chat:
                     choices = _choices(data)
                     for choice in choices:
                         self._note(choice.get("slo") or {}, choice.get("timings") or {})
-                    yield "".join(one["delta"].get("content") or "" for one in choices)
+                    yield "".join(part["delta"].get("content") or "" for part in choices)
 
     def _note(self, slo: dict[str, Any], timings: dict[str, Any]) -> None:
         self.expected_missed |= slo.get("expected") == "missed"
@@ -135,19 +135,19 @@ def _help(command: str) -> None:
 
 
 def _say(chat: Chat, message: str) -> None:
-    told = False
+    reported = False
     for piece in chat.answers(message):
         print(piece, end="", flush=True)
-        if chat.expected_missed and not told:
+        if chat.expected_missed and not reported:
             print(f"\n{EXPECTED_MISSED}", file=sys.stderr)
-            told = True
+            reported = True
     print(flush=True)
     if chat.verdict is not None:
         print(chat.verdict, file=sys.stderr)
 
 
 def _read() -> str | None:
-    """A line of the user's; None at the end. A prompt is for those who can see it."""
+    """A line of the user; None at the end. Prints a prompt only if stdin is a terminal."""
     try:
         return input("> " if sys.stdin.isatty() else "")
     except EOFError:
@@ -156,14 +156,14 @@ def _read() -> str | None:
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "top_p", "seed")
-    given = {name: getattr(args, name) for name in (*names, "slo_class")}
-    given["slo"] = _targets(args) or None
-    return {name: value for name, value in given.items() if value is not None}
+    options = {name: getattr(args, name) for name in (*names, "slo_class")}
+    options["slo"] = _targets(args) or None
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _targets(args: argparse.Namespace) -> dict[str, float]:
-    given = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms")}
-    return {name: value for name, value in given.items() if value is not None}
+    targets = {name: getattr(args, name) for name in ("ttft_ms", "tbt_ms")}
+    return {name: value for name, value in targets.items() if value is not None}
 
 
 def _parser() -> Parser:

@@ -32,7 +32,7 @@ from jaxserve.writable import check_file
 
 CONCURRENCY = 16
 STDOUT = "-"
-MAX_TIMEOUT_S = 1e9  # gRPC takes deadlines that are further away as past ones
+MAX_TIMEOUT_S = 1e9  # gRPC takes later deadlines for past ones
 _NUMBERS = (
     ("max_tokens", int, "at most that many tokens (128)"),
     ("min_tokens", int, "no end before that many tokens (0)"),
@@ -51,13 +51,14 @@ _NUMBERS = (
 
 
 def complete(argv: Sequence[str] | None = None) -> int:
-    """Continues a prompt, or a file of them. Returns the exit code: 0, 1 for what server or file
-    refused, 2 for usage, 130 for ^C."""
+    """Continues a prompt, or a file of them. Returns the exit code: 0, 1 for an error of server or
+    file, 2 for usage, 130 for ^C."""
     return _run(_complete_parser(), argv, _check_complete, _complete)
 
 
 def batch(argv: Sequence[str] | None = None) -> int:
-    """Has a file of prompts done whenever the server has time. Exit codes as of `complete`."""
+    """Completes a file of prompts as a batch, when the server has time. Exit codes as for
+    `complete`."""
     return _run(_batch_parser(), argv, _check_batch, _batch)
 
 
@@ -82,7 +83,7 @@ def _run(
         )
     except UnicodeDecodeError as error:
         return _failed(args, f"{args.file} is not UTF-8: {error}")
-    except ValueError as error:  # flags that do not go together, what a protobuf field cannot hold
+    except ValueError as error:  # contradicting flags, or invalid field values
         parser.error(str(error))
     except KeyboardInterrupt:
         if args.file is not None and args.out not in (None, STDOUT):
@@ -96,7 +97,7 @@ def _failed(args: argparse.Namespace, problem: str | None) -> int:
 
 
 def _check_complete(args: argparse.Namespace) -> None:
-    """ValueError for flags that do not go together."""
+    """Raises ValueError for contradicting flags."""
     if (args.prompt is not None, args.file is not None, args.info).count(True) != 1:
         raise ValueError("give one prompt, --file with many, or --info")
     if args.file is None and args.concurrency is not None:
@@ -112,7 +113,7 @@ def _check_complete(args: argparse.Namespace) -> None:
 
 
 def _check_batch(args: argparse.Namespace) -> None:
-    """Likewise."""
+    """Raises ValueError for contradicting flags."""
     if args.out == STDOUT:
         raise ValueError("--out: a batch needs a file for its results")
     path, out = Path(args.file), Path(args.out)
@@ -123,7 +124,7 @@ def _check_batch(args: argparse.Namespace) -> None:
 
 
 def _check_answers(prompts: Path, out: Path, *, resume: bool) -> None:
-    """Nothing that is there is lost."""
+    """Checks that no existing file is overwritten."""
     check_file("out", out)
     _check_other(prompts, out)
     if resume and out.exists() and not out.is_file():
@@ -143,7 +144,7 @@ def _client(args: argparse.Namespace) -> Client:
 
 
 def _batch(args: argparse.Namespace) -> int:
-    """Results go to a file, which any later call goes on with."""
+    """Runs a batch. Its results go to a file, which later calls can resume."""
     defaults = {name: value for name, value in _sampling(args).items() if value is not None}
     if is_openai(Path(args.file)):
         if defaults:
@@ -190,8 +191,8 @@ def _complete(args: argparse.Namespace) -> int:
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
     """Streams to stdout. Several continuations come one after the other, each with its number.
-    On stderr it is said if the targets are given up meanwhile, and what was asked for beside
-    follows: log-probabilities, one token per line, and whether the targets were met."""
+    stderr says if the targets are given up meanwhile, followed by log-probabilities, one token per
+    line, and whether the targets were met, if asked for."""
     if (options["n"] or 1) > 1:
         for completion in client.complete(prompt, **options):
             print(f"[{completion.index}] {prompt}{completion.text}")
@@ -200,7 +201,7 @@ def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
         return 0
     finish = None
     entries: list[Any] = []
-    shown = prompt  # with the first piece, so that a refusal shows nothing else
+    shown = prompt  # printed with the first piece, so not if the request is refused
     try:
         for message in client.generate(prompt, **options):
             print(shown + message.text, end="", flush=True)
@@ -224,7 +225,7 @@ def _print_verdict(verdict: Any, timings: Any) -> None:
 
 
 def _info(client: Client, args: argparse.Namespace) -> int:
-    """All that the server says of itself, one field a line."""
+    """Prints the server's description, one field per line."""
     for field, value in client.info(timeout=args.timeout).ListFields():
         if field.name == "slo_classes":
             value = ", ".join(map(_class_text, value))
@@ -232,11 +233,11 @@ def _info(client: Client, args: argparse.Namespace) -> int:
     return 0
 
 
-def _class_text(one: Any) -> str:
-    """As `interactive (ttft_ms 1000, tbt_ms 187.5)`."""
-    asked = [f"{field.name} {value:g}" for field, value in one.targets.ListFields()]
-    best_effort = ["best_effort"] if one.tier == TIERS["best_effort"] else []
-    return f"{one.name} ({', '.join(asked + best_effort)})"
+def _class_text(slo_class: Any) -> str:
+    """An SLO class as text, such as `interactive (ttft_ms 1000, tbt_ms 187.5)`."""
+    asked = [f"{field.name} {value:g}" for field, value in slo_class.targets.ListFields()]
+    best_effort = ["best_effort"] if slo_class.tier == TIERS["best_effort"] else []
+    return f"{slo_class.name} ({', '.join(asked + best_effort)})"
 
 
 def _print_logprobs(entries: Iterable[Any]) -> None:
@@ -247,7 +248,7 @@ def _print_logprobs(entries: Iterable[Any]) -> None:
 
 def _many(client: Client, args: argparse.Namespace) -> int:
     prompts = read_lines(args.file)
-    client.info(timeout=args.timeout)  # one clear line if nobody is there, before the first prompt
+    client.info(timeout=args.timeout)  # fails with a clear message if no server answers
     options = _options(args)
     timeout = options.pop("timeout")
     path = None if args.out in (None, STDOUT) else Path(args.out)
@@ -355,8 +356,8 @@ def _batch_parser() -> Parser:
 def _parser(
     prog: str, description: str, *, resumes: str, timeout: str = "", elsewhere: str = ""
 ) -> Parser:
-    """A parser with the flags of both. resumes: what the same command does that was interrupted.
-    timeout: what else it is good for. elsewhere: another address that is usual."""
+    """A parser with the common flags. resumes: help on repeating an interrupted command. timeout:
+    more help on --timeout. elsewhere: more help on the address."""
     parser = Parser(prog=prog, description=description)
     parser.set_defaults(prog=prog, resumes=resumes)
     parser.add_argument("--address", help=f"host:port of the server ({DEFAULT_ADDRESS}{elsewhere})")

@@ -15,7 +15,7 @@ from jaxserve.server.proto import batches_pb2, batches_pb2_grpc, generation_pb2_
 from jaxserve.server.proto import generation_pb2 as pb
 
 DEFAULT_ADDRESS = "localhost:50051"
-_BATCH_CALL_S = 120.0  # what a call may take that moves no results
+_BATCH_CALL_S = 120.0  # timeout of batch calls without results
 
 
 @dataclass
@@ -66,8 +66,8 @@ class Embedding:
     """The vector of an input.
 
     Attributes:
-        embedding: the vector, numbers of float32.
-        usage: token counts; the one output token is what a vector counts as.
+        embedding: the vector, as float32 numbers.
+        usage: token counts; a vector counts as one output token.
         timings: milliseconds.
         slo: whether the call's targets were met for it; None if it had none.
     """
@@ -79,7 +79,7 @@ class Embedding:
 
     @classmethod
     def from_message(cls, message: pb.Embedding) -> Embedding:
-        """Of an input of Embed."""
+        """The vector of an input of Embed."""
         slo = message.slo if message.HasField("slo") else None
         return cls(list(message.values), message.usage, message.timings, slo)
 
@@ -103,7 +103,7 @@ class Call(Iterator[T]):
             raise explained(error, self._address) from None
 
     def cancel(self) -> None:
-        """Ends the call; nothing happens if it has ended."""
+        """Ends the call. Does nothing if it has ended."""
         self._call.cancel()
 
     def __del__(self) -> None:
@@ -121,8 +121,7 @@ class Client:
         tls: TLS settings; None connects in the clear.
 
     Raises:
-        ValueError: If the API key is malformed, or a certificate comes without its key or the other
-            way.
+        ValueError: If the API key is malformed, or only one of a certificate and its key is given.
         OSError: If a file of `tls` cannot be read.
     """
 
@@ -171,7 +170,7 @@ class Client:
         timeout: float | None = None,
         **options: Any,
     ) -> list[Embedding]:
-        """Waits for a vector of each input, and returns them in their order.
+        """Waits for a vector of each input, and returns them in order.
 
         Args:
             inputs: a text, or several texts or lists of token ids.
@@ -181,9 +180,9 @@ class Client:
         message = make_embed_request(inputs, **options)
         call = self._stub.Embed(message, timeout=timeout, metadata=self._metadata)
         return [
-            Embedding.from_message(each)
+            Embedding.from_message(embedding)
             for response in Call[pb.EmbedResponse](call, self.address)
-            for each in response.embeddings
+            for embedding in response.embeddings
         ]
 
     def score(
@@ -194,7 +193,7 @@ class Client:
         timeout: float | None = None,
         **options: Any,
     ) -> pb.ScoreResponse:
-        """How well queries and documents go together: a score for each pair, in their order.
+        """How well queries and documents match: a score for each pair, in order.
 
         Args:
             queries: one, or as many as documents.
@@ -203,8 +202,8 @@ class Client:
             options: as in `make_score_request`.
         """
         message = make_score_request(queries, documents, **options)
-        found: pb.ScoreResponse = self._answer(self._stub.Score, message, timeout)
-        return found
+        response: pb.ScoreResponse = self._answer(self._stub.Score, message, timeout)
+        return response
 
     def info(self, *, timeout: float | None = None) -> pb.GetServerInfoResponse:
         """What the server serves: model, limits, policy, pool, device. timeout: seconds."""
@@ -218,8 +217,8 @@ class Client:
         first_line: int = 0,
         commit: bool = True,
     ) -> batches_pb2.BatchStatus:
-        """Adds lines to a batch, which is created if it is not there. A call without a response can
-        be repeated as it was.
+        """Adds lines to a batch, which is created if it is not there. A call that got no response
+        can be repeated unchanged.
 
         Args:
             batch_id: any id; empty lets the server choose one.
@@ -263,7 +262,7 @@ class Client:
         return next(call).status
 
     def cancel_batch(self, batch_id: str) -> batches_pb2.BatchStatus:
-        """Cancels a batch. Lines without a result get none."""
+        """Cancels a batch. Lines without a result never get one."""
         message = batches_pb2.CancelBatchRequest(batch_id=batch_id)
         return self._answer(self._batches.CancelBatch, message, _BATCH_CALL_S).status
 

@@ -1,4 +1,4 @@
-"""How a client reaches its server: over TLS or not, with a key or without."""
+"""How a client connects to its server: with or without TLS and an API key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxserve.server.access.browser_origins import is_local
 
 log = logging.getLogger(__name__)
 NO_PROXY = ("grpc.enable_http_proxy", 0)
-"""A channel's option, to this machine itself: else gRPC goes by way of http_proxy, wherever that
-leads, unless no_proxy lists localhost."""
+"""Channel option for connections to this machine: otherwise gRPC uses http_proxy even for
+localhost, unless no_proxy lists it."""
 KEY_VARIABLE = "JAXSERVE_API_KEY"
 _CHANNEL = (
     ("grpc.max_receive_message_length", -1),  # a slow reader's merged messages
-    # A server that vanished without closing the connection is noticed within 30 s, one that is
-    # back within some.
+    # A server that vanished without closing the connection is noticed within 30 s, and a server
+    # that is back within some seconds.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -32,7 +32,7 @@ class Tls:
     """TLS settings of a client.
 
     Attributes:
-        ca: PEM file of the CAs to trust; None for the usual public ones.
+        ca: PEM file of the CAs to trust; None for the public CAs.
         cert: PEM file of the client's certificate, for servers that ask for one (mTLS).
         key: PEM file of its private key.
     """
@@ -42,8 +42,8 @@ class Tls:
     key: str | Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Credentials for gRPC. Raises OSError, and ValueError for a certificate without its key or
-        the other way."""
+        """Credentials for gRPC. Raises OSError, and ValueError if only one of a certificate and its
+        key is given."""
         if (self.cert is None) != (self.key is None):
             raise ValueError("a certificate and its key go together")
         ca, key, cert = (
@@ -54,7 +54,8 @@ class Tls:
 
 
 def open_channel(address: str, tls: Tls | None) -> grpc.Channel:
-    """A channel to "host:port"; tls: None is in the clear. Raises what `Tls.credentials` raises."""
+    """A channel to "host:port". tls: None connects in the clear. Raises what `Tls.credentials`
+    raises."""
     options = (*_CHANNEL, NO_PROXY) if _is_here(address) else _CHANNEL
     if tls is None:
         return grpc.insecure_channel(address, options=options)

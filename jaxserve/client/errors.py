@@ -1,4 +1,4 @@
-"""What goes wrong with a call."""
+"""Errors of calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PORTS = (
     "`jaxserve chat`, and `jaxserve batch` with OpenAI's lines, its HTTP port (--http_port=8000)"
 )
 _NOT_GRPC = "Failed parsing HTTP/2"  # as when HTTP/1.1 answers
-_TOO_LARGE = "message larger than max"  # which gRPC calls RESOURCE_EXHAUSTED, too
+_TOO_LARGE = "message larger than max"  # also RESOURCE_EXHAUSTED in gRPC
 
 
 _RETRY_KEY = "grpc-retry-pushback-ms"
@@ -35,7 +35,7 @@ class ServerError(RuntimeError):
 
     @property
     def passing(self) -> bool:
-        """Whether a retry may succeed, since the server is busy or away."""
+        """Whether a retry may succeed: the server is busy or away."""
         return self.code in _PASSING and _TOO_LARGE not in str(self)
 
 
@@ -44,7 +44,7 @@ class Unreachable(ServerError):
 
 
 def explained(error: Any, address: str) -> ServerError:
-    """The error for a grpc.RpcError, with a hint where the cause is known."""
+    """The error for a grpc.RpcError, with a hint if the cause is known."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and "handshake" in details.lower():
         why = details.rpartition("last error: ")[2]

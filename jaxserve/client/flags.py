@@ -1,4 +1,4 @@
-"""Flags that several commands have: of access, and of what the text has to be."""
+"""Flags that several commands share: for access, and for the format of the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxserve.client.connection import KEY_VARIABLE, Tls
 
 
 def add_access_flags(parser: argparse.ArgumentParser) -> None:
-    """Those for servers that want a key, or speak TLS."""
+    """Adds the flags for servers that need a key or speak TLS."""
     group = parser.add_argument_group("access")
     key = group.add_mutually_exclusive_group()
     key.add_argument(
@@ -27,18 +27,19 @@ def add_access_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_key(args: argparse.Namespace) -> str | None:
-    """The key; None where the flags have none. Raises ValueError for an empty file, OSError."""
-    given: str | None = args.api_key
+    """The API key; None if no flag gives one. Raises OSError, and ValueError for an empty file."""
+    key: str | None = args.api_key
     if args.api_key_file is not None:
         lines = Path(args.api_key_file).read_text(encoding="utf-8", errors="replace").split()
-        given = lines[0] if lines else ""
-    if given is not None and not given.strip():
+        key = lines[0] if lines else ""
+    if key is not None and not key.strip():
         raise ValueError("--api_key: is empty")
-    return given
+    return key
 
 
 def read_tls(args: argparse.Namespace) -> Tls | None:
-    """None where it is not asked for. Raises ValueError for half of a pair."""
+    """The TLS settings; None without TLS. Raises ValueError if only one of a certificate and its
+    key is given."""
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls_cert and --tls_key go together")
     files = (args.tls_ca, args.tls_cert, args.tls_key)
@@ -46,7 +47,7 @@ def read_tls(args: argparse.Namespace) -> Tls | None:
 
 
 def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
-    """A group of its own, of which one is taken."""
+    """Adds the flags of grammars, of which one may be given."""
     kinds = parser.add_argument_group(
         "structured output", "What the text is held to; at most one."
     ).add_mutually_exclusive_group()
@@ -61,8 +62,8 @@ def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_grammar(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The fields of a `Grammar`; None: any text. Raises OSError, and ValueError for a file that is
-    no text."""
+    """The fields of a `Grammar`; None for any text. Raises OSError, and ValueError for a file that
+    is not text."""
     if args.json_schema is not None:
         return {"json_schema": _text(args.json_schema)}
     if args.regex is not None:
@@ -72,10 +73,10 @@ def read_grammar(args: argparse.Namespace) -> dict[str, Any] | None:
     return {"json_object": {}} if args.json_object else None
 
 
-def _text(given: str) -> str:
-    if not given.startswith("@"):
-        return given
+def _text(path: str) -> str:
+    if not path.startswith("@"):
+        return path
     try:
-        return Path(given[1:]).read_text(encoding="utf-8")
+        return Path(path[1:]).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise ValueError(f"--json_schema: {given[1:]} is not UTF-8") from None
+        raise ValueError(f"--json_schema: {path[1:]} is not UTF-8") from None

@@ -41,17 +41,17 @@ class HttpCalls:
     def call(
         self, method: str, path: str, body: bytes | None = None, kind: str = "application/json"
     ) -> Iterator[http.client.HTTPResponse]:
-        """The answer, to be read.
+        """The response, whose body is still to be read.
 
         Args:
-            method: of HTTP.
-            path: with its query.
-            body: its bytes, if it has one.
-            kind: of the body, as Content-Type has it.
+            method: the HTTP method.
+            path: the path with its query.
+            body: bytes of the body, if any.
+            kind: the body's Content-Type.
 
         Raises:
-            ServerError: As the server says; UNAVAILABLE where the same call may succeed later.
-                Unreachable where nobody answers, or no more while it is read.
+            ServerError: As the server says; UNAVAILABLE if the same call may succeed later.
+                Unreachable if no server answers, or the connection breaks while the body is read.
         """
         connection = (
             http.client.HTTPConnection(self.address, timeout=self._timeout)

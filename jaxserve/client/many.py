@@ -31,7 +31,7 @@ class ManyPrompts:
 
     Args:
         client: the connection to the server.
-        options: of `Client.complete`.
+        options: options of `Client.complete`.
         timeout: seconds for each prompt, retries included; None is unlimited, except that a server
             may be away for PATIENCE_S.
         concurrency: prompts at once.
@@ -54,7 +54,8 @@ class ManyPrompts:
                 total=len(prompts), initial=len(answers.done), unit="prompt", file=sys.stderr
             ) as self._bar,
             ThreadPoolExecutor(max_workers=self._concurrency) as pool,
-            # Ctrl-C comes on the main thread only: no answer is half written, lost, or there twice.
+            # Ctrl-C only interrupts the main thread, so no answer is half-written, lost, or written
+            # twice.
             ThreadPoolExecutor(max_workers=1) as writer,
         ):
             futures = {line: pool.submit(self._answer, prompts[line]) for line in left}
@@ -63,7 +64,7 @@ class ManyPrompts:
             except BaseException:
                 self._stopping.set()
                 pool.shutdown(wait=False, cancel_futures=True)
-                self._client.close()  # ends the calls that run
+                self._client.close()  # ends running calls
                 raise
 
     def _write(self, futures: dict[int, Future[dict[str, Any]]], answers: Answers) -> int:
@@ -115,7 +116,7 @@ class ManyPrompts:
                 now, busy = time.monotonic(), error.code == "RESOURCE_EXHAUSTED"
                 away_since = None if busy else now if away_since is None else away_since
                 until = end if away_since is None else min(end, away_since + PATIENCE_S)
-                pause_s = error.retry_s or random.uniform(wait_s / 2, wait_s)  # not all at once
+                pause_s = error.retry_s or random.uniform(wait_s / 2, wait_s)  # spread out
                 if now + pause_s >= until:
                     raise error if busy else ServerAway(error.code, str(error)) from None
                 self._bar.set_postfix_str(f"waiting: {error}")

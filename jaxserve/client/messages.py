@@ -37,7 +37,7 @@ def make_request(
     model: str = "",
     **sampling: Any,
 ) -> pb.GenerateRequest:
-    """The message for one prompt. The server checks limits, not this.
+    """The message for one prompt. Limits are checked by the server.
 
     Args:
         prompt: text, or token ids.
@@ -45,10 +45,10 @@ def make_request(
         slo: targets in milliseconds, any of ttft_ms, tbt_ms, jct_ms and max_tbt_ms.
         tier: "realtime" or "best_effort"; None leaves it to the class, or to the server.
         slo_class: one of the server's SLO classes, for the targets and the tier not given here.
-        serve_late: whether to serve it though its first token is expected late.
-        cache_salt: only requests with the same one find in the cache what this one computes.
-        prompt_cache_key: before several replicas, requests with the same one go to the same.
-        prediction: what the output is likely to be, to draft from; it changes no text.
+        serve_late: whether to serve it even if its first token is expected late.
+        cache_salt: only requests with the same salt share computed prompts.
+        prompt_cache_key: requests with the same key go to the same of several replicas.
+        prediction: the likely output, used for drafts; it changes no text.
         model: name of an adapter; empty for the model itself.
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
@@ -81,13 +81,13 @@ def make_embed_request(
     tier: str | None = None,
     **options: Any,
 ) -> pb.EmbedRequest:
-    """The message for vectors. The server checks limits, not this.
+    """The message for vectors. Limits are checked by the server.
 
     Args:
         inputs: a text, or several texts or lists of token ids.
         pooling: "last", "mean" or "cls"; None leaves it to the checkpoint.
-        normalize: whether the length is 1; None likewise.
-        dimensions: only the first so many numbers; None for all.
+        normalize: whether vectors have length 1; None likewise.
+        dimensions: how many of the first numbers to return; None for all.
         slo: as in `make_request`.
         tier: likewise.
         options: any of `request_id`, `slo_class`, `serve_late`, `cache_salt`, `prompt_cache_key`
@@ -103,8 +103,8 @@ def make_embed_request(
     message = pb.EmbedRequest(pooling=None if pooling is None else POOLING_TYPES[pooling])
     _fill(message, {"normalize": normalize, "dimensions": dimensions, **options})
     _set_targets(message, slo, tier)
-    for each in [inputs] if isinstance(inputs, str) else inputs:
-        _set_prompt(message.inputs.add(), each)
+    for prompt in [inputs] if isinstance(inputs, str) else inputs:
+        _set_prompt(message.inputs.add(), prompt)
     return message
 
 
@@ -118,13 +118,13 @@ def make_score_request(
     tier: str | None = None,
     **options: Any,
 ) -> pb.ScoreRequest:
-    """The message for scores of pairs. The server checks limits, not this.
+    """The message for scores of pairs. Limits are checked by the server.
 
     Args:
         queries: one, or as many as documents.
         documents: one or several.
-        tokens: of the answer, as text or ids, the first of which says that a pair goes together;
-            an empty list for the cosine of two vectors, None for what the server does.
+        tokens: possible answers, as text or ids; the first one means that a pair matches. An empty
+            list takes the cosine of two vectors, None the server's default.
         template: the prompt of a pair, with {query} and {document} in it; None for the server's.
         slo: as in `make_request`.
         tier: likewise.
@@ -140,8 +140,8 @@ def make_score_request(
     _fill(message, {"template": template, **options})
     if tokens is not None:
         message.tokens.SetInParent()
-        for each in tokens:
-            _fill(message.tokens.tokens.add(), {"text" if isinstance(each, str) else "id": each})
+        for token in tokens:
+            _fill(message.tokens.tokens.add(), {"text" if isinstance(token, str) else "id": token})
     _set_targets(message, slo, tier)
     return message
 
@@ -160,7 +160,7 @@ def make_line(
         prompt: text, or token ids.
         line_id: any name, which the result repeats.
         cache_salt: as in `make_request`.
-        prompt_cache_key: the same; only routers before several replicas read it.
+        prompt_cache_key: likewise; only routers before several replicas read it.
         sampling: as in `make_request`.
 
     Raises:
@@ -193,20 +193,20 @@ def _set_prompt(message: Any, prompt: str | Sequence[int]) -> None:
 
 
 def _fill(message: Message, fields: Mapping[str, Any]) -> None:
-    """Sets fields; None leaves one. ValueError, naming the field, for what its protobuf type cannot
-    hold."""
+    """Sets fields; None leaves a field unset. Raises ValueError, which names the field, for a value
+    that its protobuf type cannot hold."""
     for name, value in fields.items():
         if value is None:
             continue
-        given = [value] if name == "stop" and isinstance(value, str) else value
+        field_value = [value] if name == "stop" and isinstance(value, str) else value
         try:
-            message.MergeFrom(type(message)(**{name: given}))
+            message.MergeFrom(type(message)(**{name: field_value}))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{name}: {error}") from None
 
 
-def _known(what: str, given: Mapping[str, Any], names: frozenset[str]) -> None:
-    unknown = sorted(set(given) - names)
+def _known(what: str, options: Mapping[str, Any], names: frozenset[str]) -> None:
+    unknown = sorted(set(options) - names)
     if unknown:
         known = ", ".join(sorted(names))
         raise ValueError(f"unknown {what} {unknown[0]!r}; known ones are {known}")

@@ -1,10 +1,10 @@
-"""Has a file of OpenAI's batch lines done by a server, over HTTP, and goes on after interruptions.
+"""Runs a file of OpenAI's batch lines on a server, over HTTP, and can resume after interruptions.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...]}}
 
-The server reads the lines and writes the results. As long as these are missing, a file
-`results.jsonl.batch` beside `results.jsonl` has a name that the batch has in its metadata, by which
-it is found again at the server.
+The server reads the lines and writes the results. While results are missing, a file
+`results.jsonl.batch` beside `results.jsonl` holds a name that is also in the batch's metadata, so
+that the batch can be found again at the server.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _OPEN, _OVER = "validating", ("completed", "cancelled")
 
 
 def is_openai(path: Path) -> bool:
-    """Whether the first line of a file that is not blank is one of OpenAI's. Raises OSError."""
+    """Whether the first non-blank line of a file is in OpenAI's format. Raises OSError."""
     with open(path, "rb") as file:
         first = next((line for line in file if line.strip()), b"")
     try:
-        found = json.loads(first.removeprefix(b"\xef\xbb\xbf"))
+        parsed = json.loads(first.removeprefix(b"\xef\xbb\xbf"))
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "custom_id" in found and "url" in found
+    return isinstance(parsed, dict) and "custom_id" in parsed and "url" in parsed
 
 
 class OpenAiBatch:
@@ -51,15 +51,15 @@ class OpenAiBatch:
     `with`.
 
     Args:
-        calls: of the server.
+        calls: makes calls to the server.
         path: the lines.
         out: the results; written once all are there.
-        patience_s: seconds that the server may be away until it is given up. That is at once if it
-            cannot be reached at the start.
+        patience_s: seconds that the server may be away until the run gives up. If it cannot be
+            reached at the start, the run gives up at once.
 
     Attributes:
         count: number of lines.
-        failed: how many results are errors, once they are there.
+        failed: number of results that are errors, once they are there.
 
     Raises:
         ResultsError: If the file of results holds something else, or another process writes it.
@@ -85,8 +85,8 @@ class OpenAiBatch:
             raise
 
     def run(self) -> None:
-        """Runs to the end. Raises BatchCancelled, and ServerError for what the server refuses, or
-        if it stays away."""
+        """Runs to the end. Raises BatchCancelled, and ServerError if the server refuses a call or
+        stays away."""
         if self._whole:
             return
         resumed = self._name is not None
@@ -98,7 +98,7 @@ class OpenAiBatch:
                 batch = self._insist(self._submitted)
             except ServerError as error:
                 if not (error.passing or resumed):
-                    self._forget()  # it is refused
+                    self._forget()  # the server has refused the batch
                 raise
             if resumed and batch["status"] == "cancelled":  # before this run
                 self._begin()
@@ -115,12 +115,12 @@ class OpenAiBatch:
             self._write(self._insist(lambda: self._results(batch)))
 
     def cancel(self) -> str:
-        """Ends the batch. Returns what it is then: completed or cancelled. Raises ResultsError if
-        there is none, ServerError."""
-        found = None if self._name is None else self._found()
-        if found is None:
+        """Ends the batch. Returns its final status: completed or cancelled. Raises ServerError, and
+        ResultsError if there is no batch."""
+        batch = None if self._name is None else self._found()
+        if batch is None:
             raise ResultsError(f"--cancel: there is no batch that {self._out} waits for")
-        return str(self._post(f"/v1/batches/{found['id']}/cancel", {})["status"])
+        return str(self._post(f"/v1/batches/{batch['id']}/cancel", {})["status"])
 
     def __enter__(self) -> OpenAiBatch:
         return self
@@ -131,7 +131,7 @@ class OpenAiBatch:
         self._file.close()
 
     def _begin(self) -> None:
-        """Under a name that is on the disk before the server hears of it."""
+        """Creates the batch's name, and stores it on disk before the server learns of it."""
         self._name = uuid.uuid4().hex
         state = {"openai_batch": self._name, "digest": self._digest()}
         replace_file(self._state, [json.dumps(state).encode()])
@@ -141,12 +141,12 @@ class OpenAiBatch:
         self._name = None
 
     def _submitted(self) -> dict[str, Any]:
-        """The batch at the server, which is made if it is not there."""
-        found = self._found()
-        if found is not None and found["status"] != _OPEN:
-            return found
-        if found is not None:  # whoever made it, client or server, has not come to the end
-            self._post(f"/v1/batches/{found['id']}/cancel", {})
+        """The batch at the server; made if it is missing."""
+        batch = self._found()
+        if batch is not None and batch["status"] != _OPEN:
+            return batch
+        if batch is not None:  # the client or the server was interrupted
+            self._post(f"/v1/batches/{batch['id']}/cancel", {})
             self._begin()
         uploaded = self._upload()["id"]
         asked = {
@@ -158,11 +158,11 @@ class OpenAiBatch:
         try:
             return self._post("/v1/batches", asked)
         finally:
-            with contextlib.suppress(ServerError):  # it is forgotten in some days, too
+            with contextlib.suppress(ServerError):  # the server deletes it some days later anyway
                 self._get(f"/v1/files/{uploaded}", "DELETE")
 
     def _found(self) -> dict[str, Any] | None:
-        """The batch of that name, if it is at the server."""
+        """The batch with this name, if the server has it."""
         after = ""
         while True:
             page = self._get(f"/v1/batches?limit=100{after}")
@@ -174,7 +174,7 @@ class OpenAiBatch:
             after = f"&after={page['last_id']}"
 
     def _insist(self, work: Callable[[], T]) -> T:
-        """Does it again as long as it fails for something that passes."""
+        """Repeats the work as long as it fails with a temporary error."""
         began, wait_s = time.monotonic(), FIRST_WAIT_S
         while True:
             try:
@@ -186,21 +186,22 @@ class OpenAiBatch:
                 wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _results(self, batch: dict[str, Any]) -> list[bytes]:
-        """A line of results for each line, in their order. Raises ServerError if one is missing."""
-        found: dict[int, bytes] = {}
+        """A line of results for each line, in order. Raises ServerError if one is missing."""
+        results: dict[int, bytes] = {}
         for name in ("output_file_id", "error_file_id"):
             if batch[name] is None:
                 continue
             with self._calls.call("GET", f"/v1/files/{batch[name]}/content") as response:
                 for line in response:
-                    found[int(json.loads(line)["id"].rpartition("-")[2])] = line
-        if sorted(found) != list(range(self.count)):
-            came = f"{len(found)} results came for {self.count} lines"
+                    results[int(json.loads(line)["id"].rpartition("-")[2])] = line
+        if sorted(results) != list(range(self.count)):
+            came = f"{len(results)} results came for {self.count} lines"
             raise ServerError("DATA_LOSS", f"batch {batch['id']}: {came}")
-        return [line for _, line in sorted(found.items())]
+        return [line for _, line in sorted(results.items())]
 
     def _write(self, results: list[bytes]) -> None:
-        """Until the state is gone, whoever comes next writes all of it anew."""
+        """Writes the results. While the state file exists, the next run writes all of them
+        again."""
         try:
             self._file.truncate(0)
             self._file.writelines(results)
@@ -214,8 +215,8 @@ class OpenAiBatch:
 
     def _read_state(self) -> str | None:
         try:
-            found = json.loads(self._state.read_bytes())
-            name, digest = found["openai_batch"], found["digest"]
+            state = json.loads(self._state.read_bytes())
+            name, digest = state["openai_batch"], state["digest"]
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, KeyError):
@@ -228,7 +229,7 @@ class OpenAiBatch:
         return str(name)
 
     def _is_whole(self) -> bool:
-        """Whether the results are there. Raises ResultsError if something else is."""
+        """Whether the results are there. Raises ResultsError if the file holds something else."""
         self._file.seek(0)
         results = self._file.readlines()
         if not results:
@@ -264,8 +265,8 @@ class OpenAiBatch:
 
 
 def _read(response: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(response.read())
-    return found
+    response_body: dict[str, Any] = json.loads(response.read())
+    return response_body
 
 
 def _show(bar: Any, batch: dict[str, Any]) -> None:

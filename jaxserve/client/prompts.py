@@ -3,8 +3,8 @@
     {"id": "a", "prompt": "Once upon a time", "sampling": {"max_tokens": 64}}
     {"token_ids": [5, 6, 7]}
 
-`prompt` or `token_ids` is needed; `id`, a name of your own, and `sampling`, fields of
-SamplingParams, are not. Blank lines are skipped.
+`prompt` or `token_ids` is required. `id`, a name of your own, and `sampling`, fields of
+SamplingParams, are optional. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CACHE = ("cache_salt", "prompt_cache_key")
 _BOOLEANS = ("ignore_eos", "deterministic")  # of the sampling parameters
 _FIELDS = ("id", "prompt", "token_ids", "sampling", *_CACHE)
 _MAX_ID = 128
-_MAX_BYTES = 6 << 20  # of a message: what the server takes in one call is 8 MiB
+_MAX_BYTES = 6 << 20  # of a message; the server takes 8 MiB in one call
 
 
 class PromptError(ValueError):
@@ -86,8 +86,8 @@ def read_prompts(path: Path, defaults: Mapping[str, Any]) -> Prompts:
 def read_lines(source: str) -> dict[int, str]:
     """The prompts by the numbers of their lines, from 1. source: a path, or "-" for stdin.
 
-    A line ends with LF, CR LF or CR, and nothing else; a byte order mark is none of its text. Blank
-    lines are skipped. Raises PromptError where nothing is left, OSError, UnicodeDecodeError.
+    A line ends with LF, CR LF or CR, and nothing else; a byte order mark is dropped. Blank lines
+    are skipped. Raises OSError, UnicodeDecodeError, and PromptError if no line is left.
     """
     stdin = source == STDIN
     raw = sys.stdin.buffer.read() if stdin else Path(source).read_bytes()
@@ -101,24 +101,26 @@ def read_lines(source: str) -> dict[int, str]:
 def _line(text: str, defaults: Mapping[str, Any]) -> pb.BatchLine:
     """Raises ValueError."""
     try:
-        found = json.loads(text)
+        fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("is not JSON that anybody can read: too many brackets") from None
-    if not isinstance(found, dict):
+    if not isinstance(fields, dict):
         raise ValueError('must be an object, as {"prompt": "Once upon a time"}')
-    unknown = sorted(set(found) - set(_FIELDS))
+    unknown = sorted(set(fields) - set(_FIELDS))
     if unknown:
         raise ValueError(f"unknown field {unknown[0]!r}; known ones are {', '.join(_FIELDS)}")
-    if ("prompt" in found) == ("token_ids" in found):
+    if ("prompt" in fields) == ("token_ids" in fields):
         raise ValueError("needs either prompt or token_ids")
-    name = found.get("id", "")
+    name = fields.get("id", "")
     if not isinstance(name, str) or len(name) > _MAX_ID:
         raise ValueError(f"id: must be a string of at most {_MAX_ID} characters")
-    prompt = _text("prompt", found["prompt"]) if "prompt" in found else _tokens(found["token_ids"])
-    cache = {field: _text(field, found.get(field, "")) for field in _CACHE}
-    sampling = {**defaults, **_sampling(found.get("sampling", {}))}
+    prompt = (
+        _text("prompt", fields["prompt"]) if "prompt" in fields else _tokens(fields["token_ids"])
+    )
+    cache = {field: _text(field, fields.get(field, "")) for field in _CACHE}
+    sampling = {**defaults, **_sampling(fields.get("sampling", {}))}
     try:
         line = make_line(prompt, line_id=name, **cache, **sampling)
     except UnicodeEncodeError:
@@ -145,18 +147,18 @@ def _tokens(value: Any) -> list[int]:
 def _sampling(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("sampling: must be an object")
-    found = dict(value)
-    for name, given in found.items():  # what protobuf would take for a number, or for a list
-        if given is None:
+    fields = dict(value)
+    for name, field_value in fields.items():  # protobuf would take these for a number or a list
+        if field_value is None:
             continue
-        if isinstance(given, bool) is not (name in _BOOLEANS):
+        if isinstance(field_value, bool) is not (name in _BOOLEANS):
             may = "must" if name in _BOOLEANS else "must not"
             raise ValueError(f"{name}: {may} be true or false")
-        if isinstance(given, dict) and name not in ("logit_bias", "grammar"):
+        if isinstance(field_value, dict) and name not in ("logit_bias", "grammar"):
             raise ValueError(f"{name}: must not be an object")
-    if found.get("logit_bias") is not None:
-        found["logit_bias"] = _bias(found["logit_bias"])
-    return found
+    if fields.get("logit_bias") is not None:
+        fields["logit_bias"] = _bias(fields["logit_bias"])
+    return fields
 
 
 def _bias(value: Any) -> dict[int, float]:

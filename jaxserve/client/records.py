@@ -1,5 +1,5 @@
-"""Completions as JSON, for files of answers, and what came of their targets as a line for people,
-too."""
+"""Completions as JSON for files of answers, and verdicts on their targets, also as a line of
+text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def completion_records(completions: Sequence[Completion]) -> dict[str, Any]:
 
 
 def error_record(code: str, message: str) -> dict[str, Any]:
-    """What stands there instead of completions."""
+    """The record of a failed prompt."""
     return {"error": {"code": code, "message": message}}
 
 
@@ -55,7 +55,7 @@ def _logprobs(entries: Sequence[pb.TokenLogprobs]) -> list[dict[str, Any]]:
 
 
 def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:
-    """Milliseconds; only the targets that there are."""
+    """The verdict in milliseconds, with only the targets that are set."""
     asked = [name for name in TARGETS if verdict.targets.HasField(name)]
     return {
         "class": verdict.slo_class,
@@ -70,8 +70,8 @@ def verdict_record(verdict: pb.SloVerdict) -> dict[str, Any]:
 
 
 def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
-    """As `interactive met: TTFT 31 of 1000 ms, TBT 4 of 187.5 ms`; what is wrong with the targets
-    follows."""
+    """A line such as `interactive met: TTFT 31 of 1000 ms, TBT 4 of 187.5 ms`, followed by the
+    problems with the targets."""
     got = {**_fields(timings), "jct_ms": timings.total_ms}
     parts = []
     for name in TARGETS:
@@ -92,10 +92,10 @@ def verdict_line(verdict: pb.SloVerdict, timings: pb.Timings) -> str:
 
 
 def json_verdict_line(slo: Mapping[str, Any], timings: Mapping[str, Any]) -> str:
-    """`verdict_line` of what HTTP has at an answer's end."""
+    """`verdict_line` of the JSON at the end of an HTTP answer."""
 
-    def read(given: Mapping[str, Any], into: Message) -> Any:
-        return ParseDict(dict(given), into, ignore_unknown_fields=True)  # a newer server's
+    def read(fields: Mapping[str, Any], into: Message) -> Any:
+        return ParseDict(dict(fields), into, ignore_unknown_fields=True)  # a newer server's
 
     problems = slo.get("problems", ())
     known = {f"SLO_PROBLEM_KIND_{p['kind'].upper()}": p for p in problems}
@@ -114,7 +114,7 @@ def json_verdict_line(slo: Mapping[str, Any], timings: Mapping[str, Any]) -> str
 
 
 def _fields(message: Message) -> dict[str, Any]:
-    """A message of plain fields by their names; None for one that is absent."""
+    """The fields of a message by name; None for an absent field."""
     return {
         field.name: getattr(message, field.name)
         if not field.has_presence or message.HasField(field.name)
@@ -124,7 +124,7 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _kind(problem: pb.SloProblem) -> str:
-    """As the enum has it, or a number that it has not."""
+    """The enum's name of a kind, or its number if the enum does not have it."""
     known = pb.SloProblemKind.values()
     if problem.kind not in known:
         return str(problem.kind)
@@ -132,7 +132,7 @@ def _kind(problem: pb.SloProblem) -> str:
 
 
 def _met(verdict: pb.SloVerdict, target: str) -> bool:
-    """Servers of the last release have only fields of their own for them."""
+    """Whether a target was met. Servers of the last release send this in older fields."""
     if verdict.HasField("targets_met"):
         return bool(getattr(verdict.targets_met, target))
     return bool(getattr(verdict, f"{target.removesuffix('_ms')}_met"))

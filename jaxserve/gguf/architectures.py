@@ -1,4 +1,5 @@
-"""What `general.architecture` of a GGUF file means: which config.json, and which names of tensors.
+"""What `general.architecture` of a GGUF file means: the model type of config.json, and the names of
+tensors.
 
 Names are llama.cpp's, as its converter writes them; docs/serving-models.md lists what is served.
 """
@@ -39,7 +40,7 @@ LAYER_NAMES: Mapping[str, str] = {
     },
     **{f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")},
 }
-"""Of a layer, by Hugging Face's; experts are one tensor together."""
+"""Names of a layer's tensors, by Hugging Face's names; all experts are one tensor."""
 
 _AFTER = {
     "post_attention_layernorm": "post_attention_norm",
@@ -54,15 +55,15 @@ _CAPS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """One of them.
+    """An architecture.
 
     Attributes:
-        model_type: of config.json.
-        fields: further fields of config.json, by their names here.
-        fixed: what config.json says of all of its models, and files don't.
-        names: of a layer's tensors, where they differ from `LAYER_NAMES`.
-        interleaved: rows of q and k are in the order of llama.cpp's rotation, of neighbours; here,
-            as in transformers, elements of two halves are rotated.
+        model_type: `model_type` of config.json.
+        fields: further fields of config.json, by their names in GGUF.
+        fixed: fields of config.json that are the same for all its models and not in the files.
+        names: names of a layer's tensors that differ from `LAYER_NAMES`.
+        interleaved: whether rows of q and k are in the order of llama.cpp's rotation, which pairs
+            neighbours; here, as in transformers, elements of two halves are paired.
     """
 
     model_type: str
@@ -73,7 +74,7 @@ class Architecture:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("llama", interleaved=True),  # Mistral and Mixtral, too
+    "llama": Architecture("llama", interleaved=True),  # also Mistral and Mixtral
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen2moe": Architecture("qwen2_moe", fixed={"norm_topk_prob": False}),
@@ -116,4 +117,4 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
 }
-"""Those that are served."""
+"""The architectures that are served."""

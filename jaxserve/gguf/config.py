@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as Hugging Face's config.json has them."""
+"""The metadata of a GGUF file in the form of Hugging Face's config.json."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _YARN = {
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
-_EXPERTS = {  # by model_type: how many there are, how many a token has, how wide they are
+_EXPERTS = {  # by model_type: number of experts, experts per token, their width
     "mixtral": ("num_local_experts", "num_experts_per_tok", "intermediate_size"),
     "qwen2_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     "qwen3_moe": ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
@@ -56,14 +56,14 @@ _EXPERTS = {  # by model_type: how many there are, how many a token has, how wid
 }
 _ONE_EXPERT = re.compile(r"blk\.\d+\.ffn_gate_exps\.weight|blk\.\d+\.ffn_gate\.0\.weight")
 _ALL_SHARED = re.compile(r"blk\.\d+\.ffn_gate_shexp\.weight")
-_SOFTMAX = 1  # of a router's outputs
+_SOFTMAX = 1  # GGUF's number for a softmax of the router's outputs
 _ONLY = {
     "expert_count": 0,
     "rope.scaling.attn_factor": 1,
     "rope.scaling.yarn_attn_factor": 1,
     "expert_gating_func": _SOFTMAX,
 }
-# Said twice, or of no account for what is computed.
+# Fields that are redundant or do not affect the computation.
 _UNREAD = {"vocab_size", "rope.dimension_count", "attention.value_length", "expert_used_count",
            "expert_feed_forward_length", "expert_shared_feed_forward_length",
            "attention.q_lora_rank", "attention.key_length_mla", "attention.value_length_mla",
@@ -76,10 +76,10 @@ _FIELD = re.compile(r"^config\.json: (\w+)")
 
 
 def config_json(header: Header) -> dict[str, Any]:
-    """What config.json of the same model says.
+    """The config.json of the same model.
 
     Raises:
-        GGUFError: An architecture, or a field's value, that is not supported.
+        GGUFError: If the architecture, or a field's value, is not supported.
     """
     metadata = header.metadata
     architecture = metadata.get("general.architecture")
@@ -135,26 +135,26 @@ def config_json(header: Header) -> dict[str, Any]:
 
 
 def generation_config_json(header: Header) -> dict[str, Any]:
-    """What generation_config.json of the same model says of sampling; where the file says nothing,
-    the card of a model that a wheel has."""
-    given = {name: header.metadata.get(key) for name, key in _SAMPLING.items()}
-    found = {name: value for name, value in given.items() if value is not None}
-    return found or dict(card_sampling(header.path))
+    """The sampling fields of the same model's generation_config.json. If the file has none, those
+    of the model's card, for models in wheels."""
+    values = {name: header.metadata.get(key) for name, key in _SAMPLING.items()}
+    sampling = {name: value for name, value in values.items() if value is not None}
+    return sampling or dict(card_sampling(header.path))
 
 
 def in_its_terms(header: Header, problem: str) -> str:
-    """A problem with a field of `config_json`, by the name that the file has for it."""
+    """The problem with a field of `config_json`, with the field's name in the file."""
 
-    def key(found: re.Match[str]) -> str:
+    def key(match: re.Match[str]) -> str:
         architecture = str(header.metadata["general.architecture"])
-        name = (_FIELDS | dict(ARCHITECTURES[architecture].fields)).get(found[1])
-        return found[1] if name is None else f"{architecture}.{name}"
+        name = (_FIELDS | dict(ARCHITECTURES[architecture].fields)).get(match[1])
+        return match[1] if name is None else f"{architecture}.{name}"
 
     return _FIELD.sub(key, problem)
 
 
 def _gemma_scalar(hf: dict[str, Any], layers_of_27b: int) -> int:
-    """What the product of q and k is scaled by. Files do not have it; llama.cpp, too, goes by the
+    """The scalar of attention's scores. It is not in the files; like llama.cpp, this goes by the
     number of layers."""
     if hf["num_hidden_layers"] != layers_of_27b:
         return fields.positive_int(hf, "head_dim", 256)
@@ -163,29 +163,29 @@ def _gemma_scalar(hf: dict[str, Any], layers_of_27b: int) -> int:
 
 
 def _experts(header: Header, architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of experts; their widths as the tensors have them."""
+    """Adds config.json's fields about experts, with widths from the tensors' shapes."""
     count = _scalar(header, f"{architecture}.expert_count") or 0
     model_type = "mixtral" if architecture == "llama" and count else hf["model_type"]
     if model_type not in _EXPERTS or not count:
         return {}
-    all_of, each, width = _EXPERTS[model_type]
+    all_of, per_token, width = _EXPERTS[model_type]
     used = _scalar(header, f"{architecture}.expert_used_count")
-    found = {"model_type": model_type, all_of: count, each: used}
+    fields = {"model_type": model_type, all_of: count, per_token: used}
     for name, tensor in header.tensors.items():
         if _ONE_EXPERT.fullmatch(name):
-            found[width] = tensor.shape[-2]
+            fields[width] = tensor.shape[-2]
         elif _ALL_SHARED.fullmatch(name):
-            found["shared_expert_intermediate_size"] = tensor.shape[-2]
-    return {"intermediate_size": hf.get("intermediate_size", found.get(width, 1)), **found}
+            fields["shared_expert_intermediate_size"] = tensor.shape[-2]
+    return {"intermediate_size": hf.get("intermediate_size", fields.get(width, 1)), **fields}
 
 
 def _deepseek(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of latent attention. Widths of heads have other fields where K and V
-    are to be cached as few numbers."""
+    """Adds config.json's fields about latent attention. Widths of heads are in other fields if K
+    and V are meant to be cached in compressed form."""
 
     def get(*names: str) -> Any:
-        given = (_scalar(header, f"deepseek2.{name}") for name in names)
-        return next((value for value in given if value is not None), None)
+        values = (_scalar(header, f"deepseek2.{name}") for name in names)
+        return next((value for value in values if value is not None), None)
 
     key, value = (
         get(f"attention.{k}_length_mla", f"attention.{k}_length") for k in ("key", "value")
@@ -209,7 +209,7 @@ def _deepseek(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scalar(header: Header, key: str, default: Any = None) -> Any:
-    """A field's value, which may be given for each layer; GGUFError where these differ."""
+    """A field's value, which may be given for each layer. Raises GGUFError if the layers differ."""
     value = header.metadata.get(key, default)
     if not isinstance(value, np.ndarray | list):
         return value
@@ -220,13 +220,13 @@ def _scalar(header: Header, key: str, default: Any = None) -> Any:
 
 
 def _has_all(header: Header, *parts: str) -> bool:
-    """Whether the first layer has all of these biases. With some only, the others are missed, or
-    found too many, when the weights load."""
+    """Whether the first layer has all of these biases. If it has only some, loading the weights
+    fails later."""
     return all(f"blk.0.{part}.bias" in header.tensors for part in parts)
 
 
 def _dtype(header: Header) -> str | None:
-    """Of most elements; None where they are quantized."""
+    """The dtype of most elements; None if they are quantized."""
     elements: Counter[str] = Counter()
     for tensor in header.tensors.values():
         elements[tensor.type.name] += math.prod(tensor.shape)
@@ -235,7 +235,7 @@ def _dtype(header: Header) -> str | None:
 
 
 def _rotation(header: Header, architecture: str, hf: dict[str, Any]) -> None:
-    """Adds how positions are scaled, and checks that all of a head is rotated."""
+    """Adds the scaling of positions, and checks that all elements of a head are rotated."""
 
     def get(name: str, default: Any = None) -> Any:
         return _scalar(header, f"{architecture}.{name}", default)
@@ -271,12 +271,12 @@ def _rotation(header: Header, architecture: str, hf: dict[str, Any]) -> None:
         hf["rope_scaling"]["truncate"] = False
     logarithm = get("rope.scaling.yarn_log_multiplier")
     if kind == "yarn" and architecture == "deepseek2" and logarithm:
-        of_all = round(10 * logarithm, 6)  # as llama.cpp has it, for both
+        of_all = round(10 * logarithm, 6)  # as in llama.cpp, for both
         hf["rope_scaling"] |= {"mscale": of_all, "mscale_all_dim": of_all}
 
 
 def _check_heads(header: Header, architecture: str, hf: dict[str, Any]) -> None:
-    """Adds the width of heads where only the rotation says it, and checks that these are alike."""
+    """Adds the width of heads if only the rotation tells it, and checks that both agree."""
 
     def get(name: str, default: Any = None) -> Any:
         return _scalar(header, f"{architecture}.{name}", default)
@@ -286,7 +286,7 @@ def _check_heads(header: Header, architecture: str, hf: dict[str, Any]) -> None:
     if head_dim is None and rotated is not None:
         hf["head_dim"] = head_dim = rotated
     names = ["rope.dimension_count", "attention.value_length"]
-    if architecture == "phi3":  # which may rotate a part
+    if architecture == "phi3":  # phi3 may rotate a part of each head
         size = fields.positive_int(hf, "hidden_size")
         size //= fields.positive_int(hf, "num_attention_heads")
         hf |= {"head_dim": None, "partial_rotary_factor": (rotated or size) / max(size, 1)}
@@ -300,26 +300,26 @@ def _check_heads(header: Header, architecture: str, hf: dict[str, Any]) -> None:
 
 
 def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
-    """The scaling of Llama 3.1 that these factors of the frequencies come from."""
+    """Adds the Llama 3.1 scaling that gives these factors of the frequencies."""
     tensor = header.tensors[ROPE_FACTORS]
     theta, head_dim = fields.number(hf, "rope_theta", 10000.0), 2 * tensor.shape[-1]
     if tensor.type.name != "F32" or len(tensor.shape) != 1 or head_dim != hf.get("head_dim"):
         raise header.error(f"tensor {ROPE_FACTORS!r} is not one F32 value for each pair of a head")
-    found = _floats(header, ROPE_FACTORS)
-    if not (np.isfinite(found).all() and (found > 0).all() and found.max() > 1):
+    factors = _floats(header, ROPE_FACTORS)
+    if not (np.isfinite(factors).all() and (factors > 0).all() and factors.max() > 1):
         raise header.error(f"tensor {ROPE_FACTORS!r} does not scale as Llama 3.1 does")
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    factor, low, high = round(float(found.max()), 4), 1.0, 4.0
+    factor, low, high = round(float(factors.max()), 4), 1.0, 4.0
     with np.errstate(all="ignore"):
-        keep = (1 / found - 1 / factor) / (1 - 1 / factor)
-        partly = (keep > 0.01) & (keep < 0.99)  # these say where the blend lies
+        keep = (1 / factors - 1 / factor) / (1 - 1 / factor)
+        partly = (keep > 0.01) & (keep < 0.99)  # these show where the blend lies
         edge = wavelengths * (low + (high - low) * keep)
         if partly.any():
             original = int(np.rint(np.median(edge[partly])))
         else:  # anywhere in between
             original = int(np.ceil(edge[keep >= 0.99].max(initial=1.0)))
         keep = np.clip((original / wavelengths - low) / (high - low), 0.0, 1.0)
-        fits = np.allclose(found, 1 / (keep + (1 - keep) / factor), rtol=1e-3)
+        fits = np.allclose(factors, 1 / (keep + (1 - keep) / factor), rtol=1e-3)
     if not fits:
         raise header.error(f"tensor {ROPE_FACTORS!r} does not scale as Llama 3.1 does")
     return {
@@ -332,7 +332,7 @@ def _llama3(header: Header, hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _floats(header: Header, name: str) -> np.ndarray:
-    """The numbers of a tensor that is part of the config."""
+    """The values of a tensor that is part of the config."""
     tensor = header.tensors.get(name)
     if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1:
         raise header.error(f"it has no tensor {name!r} of F32 values")
@@ -342,7 +342,7 @@ def _floats(header: Header, name: str) -> np.ndarray:
 
 
 def _check_rest(header: Header, architecture: str, hf: dict[str, Any]) -> None:
-    """What is said of the model, and not used."""
+    """Logs the fields of the model that are not used."""
     prefix, of_arch = f"{architecture}.", ARCHITECTURES[architecture].fields.values()
     known = {*_FIELDS.values(), *_YARN.values(), *_ONLY, *_UNREAD, *of_arch}
     rest = sorted(
@@ -353,9 +353,9 @@ def _check_rest(header: Header, architecture: str, hf: dict[str, Any]) -> None:
             name == "rope.scaling.attn_factor" and LONG_FACTORS in header.tensors
         ):
             continue
-        found = _scalar(header, prefix + name, only)
-        if found != only:
-            raise header.error(f"{prefix}{name} is {found!r:.80}; only {only} is supported")
+        value = _scalar(header, prefix + name, only)
+        if value != only:
+            raise header.error(f"{prefix}{name} is {value!r:.80}; only {only} is supported")
     if rest:
         more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
         log.warning("%s: nothing uses the field %s%s", header.path, rest[0][:80], more)

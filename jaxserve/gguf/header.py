@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata by name, and where each tensor lies.
 
-It is somebody else's file: what it counts and how long its names are is checked against limits and
-the file's size before anything is read or made.
+The file is untrusted: counts and lengths in it are checked against limits and the file's size
+before anything is read or allocated.
 """
 
 from __future__ import annotations
@@ -77,13 +77,13 @@ TYPES = {
     35: TensorType("TQ2_0", 256, 66),
     39: TensorType("MXFP4", 32, 17),
 }
-"""By GGML's number, those that are read."""
+"""The types that can be read, by GGML's number."""
 OTHER_TYPES = {
     **{4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},
     **{31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8"},
     **{38: "IQ4_NL_8_8", 40: "NVFP4", 41: "Q1_0"},
 }
-"""Likewise, the names of others."""
+"""The names of other types, likewise."""
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
         path: the file.
-        metadata: by key: a number, bool or str, a list of str, or an array of numbers.
-        tensors: by name.
+        metadata: values by key: a number, bool or str, a list of str, or an array of numbers.
+        tensors: tensors by name.
     """
 
     path: Path
@@ -133,21 +133,21 @@ class Header:
 
 
 def read_header(path: str | Path) -> Header:
-    """Reads a file's header, or takes it from the last call where the file is as it was.
+    """Reads a file's header, or returns the last call's if the file is unchanged.
 
     Raises:
-        GGUFError: If it cannot be read, is cut off, or has what is not supported.
+        GGUFError: If the file cannot be read, is cut off, or has features that are not supported.
     """
     file = Path(os.path.expanduser(path))
     try:
         regular_file(file)
-        found = os.stat(file)
+        stat = os.stat(file)
     except (OSError, ValueError) as error:
         raise GGUFError(f"cannot read {file}: {error}") from None
-    return _read_header(file, found.st_mtime_ns, found.st_size)
+    return _read_header(file, stat.st_mtime_ns, stat.st_size)
 
 
-@functools.lru_cache(maxsize=1)  # the template, the config, the tokenizer and the weights ask
+@functools.lru_cache(maxsize=1)  # for the template, the config, the tokenizer and the weights
 def _read_header(file: Path, mtime_ns: int, size: int) -> Header:
     try:
         if size < 24:
@@ -161,7 +161,7 @@ def _read_header(file: Path, mtime_ns: int, size: int) -> Header:
 
 
 class _Cursor:
-    """Reads what comes next, and no byte behind the end."""
+    """Reads values one after another, never beyond the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at, self._text, self._items = data, 0, 0, 0
@@ -190,9 +190,9 @@ class _Cursor:
         end = self._at + size
         if end > len(self._data):
             raise ValueError("it is cut off in its header")
-        found = self._data[self._at : end]
+        taken = self._data[self._at : end]
         self._at = end
-        return found
+        return taken
 
     def _number(self, size: int) -> int:
         return int.from_bytes(self._take(size), "little")
@@ -220,7 +220,7 @@ class _Cursor:
                 return [self._string(key) for _ in range(count)]
             return self._numbers(key, kind, count)
         (value,) = self._numbers(key, kind, 1)
-        if kind == _FLOAT32:  # 0.2 is 0.2, as in config.json
+        if kind == _FLOAT32:  # so that 0.2 is 0.2, as in config.json
             return float(str(value))
         return bool(value) if kind == _BOOL else value.item()
 
@@ -250,9 +250,9 @@ class _Cursor:
             if name in placed:
                 raise ValueError(f"it has {named} twice")
             if kind not in TYPES:
-                known = ", ".join(each.name for each in TYPES.values())
-                one = f"{OTHER_TYPES[kind]} ({kind})" if kind in OTHER_TYPES else str(kind)
-                raise ValueError(f"{named} is of GGML type {one}; known are {known}")
+                known = ", ".join(type_.name for type_ in TYPES.values())
+                kind_name = f"{OTHER_TYPES[kind]} ({kind})" if kind in OTHER_TYPES else str(kind)
+                raise ValueError(f"{named} is of GGML type {kind_name}; known are {known}")
             info = TensorInfo(name, tuple(dimensions[::-1]), TYPES[kind], begin + offset)
             elements = 1
             for size in dimensions:
@@ -271,9 +271,9 @@ class _Cursor:
         return placed
 
 
-def _at_most(what: str, found: int, most: int, unit: str) -> None:
-    if found > most:
-        raise ValueError(f"{what} has {found:,} {unit}, and {most:,} are allowed")
+def _at_most(what: str, number: int, most: int, unit: str) -> None:
+    if number > most:
+        raise ValueError(f"{what} has {number:,} {unit}, and {most:,} are allowed")
 
 
 def _shown(value: object) -> str:

@@ -1,8 +1,8 @@
-"""The tokenizer and the chat template of a GGUF file, as Hugging Face's tokenizer.json and
-tokenizer_config.json have them.
+"""The tokenizer and the chat template of a GGUF file, in the form of Hugging Face's tokenizer.json
+and tokenizer_config.json.
 
-llama.cpp names how text is cut before its pairs are merged (`tokenizer.ggml.pre`), but does not
-store it, nor what a SentencePiece vocabulary is merged by.
+llama.cpp only stores a name for how text is split before pairs are merged (`tokenizer.ggml.pre`),
+and does not store the merges of a SentencePiece vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 TEMPLATE = "tokenizer.chat_template"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
-_MAX_LENGTH = 1024  # characters of a token that is put together of others
-_MAX_MERGES = 64 << 20  # characters of all pairs
+_MAX_LENGTH = 1024  # characters of a token made by merges
+_MAX_MERGES = 64 << 20  # characters of all merges
 _SPECIAL = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
@@ -31,18 +31,18 @@ _SPECIAL = {
 _ENDS = ("eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id",
          "fim_sep_token_id")  # fmt: skip
 _TYPES = "tokenizer.ggml.token_type"
-# llama.cpp ends an answer at these, whatever the file says of them: many name one end only, or call
-# it text.
+# llama.cpp ends an answer at these whatever the file says: many files name only one end token, or
+# mark it as text.
 _END_TEXTS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
      "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
      "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "</s>",
      "<｜end▁of▁sentence｜>", "[e~[",
-     # Between files of code, or padding.
+     # Separators of source files, or padding.
      "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>", "<|repo_name|>",
      "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>")
 )  # fmt: skip
-# In the formats that have these two, `<|end|>` ends a part of an answer.
+# In formats with both of these, `<|end|>` ends a part of an answer.
 _PARTS, _PART_END = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"}), "<|end|>"
 _PADDING = re.compile(r"\[PAD\d+\]")
 
@@ -62,8 +62,8 @@ _GPT_4O = (
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
 )
 _SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_REST}"
-# DeepSeek's, each cutting what those before it have left. The letters are those of scripts with
-# two cases, as they were when its vocabulary was made.
+# DeepSeek's, each splitting what the ones before have left. The letters are those of scripts with
+# two cases at the time when the vocabulary was made.
 _CASED = (
     "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-"
     "ὅὈ-Ὅὐ-ὗὙὛὝὟ-\u1f7dᾀ-ᾴᾶ-ᾼ\u1fbeῂ-ῄῆ-ῌῐ-\u1fd3ῖ-\u1fdbῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭ"
@@ -83,14 +83,14 @@ _DEEPSEEK_V3 = (
 
 
 class _Cut(NamedTuple):
-    """How text is cut.
+    """How text is split.
 
     Attributes:
-        digits: each by itself, before all else.
-        regexes: cut instead of GPT-2's, one after the other.
-        add_bos: a prompt begins with BOS, unless the file says.
-        ignore_merges: what is a token as a whole is not put together.
-        nfc: text is normalised before.
+        digits: digits are split one by one, before all else.
+        regexes: split by these instead of GPT-2's regex, one after the other.
+        add_bos: a prompt begins with BOS unless the file says otherwise.
+        ignore_merges: text that is a token as a whole is not merged.
+        nfc: text is NFC-normalised first.
     """
 
     digits: bool = False
@@ -116,15 +116,15 @@ _BY_CUT = {
     _Cut(regexes=_DEEPSEEK_V3): ("deepseek-v3",),
 }  # fmt: skip
 CUTS = {name: cut for cut, names in _BY_CUT.items() for name in names}
-"""By `tokenizer.ggml.pre`."""
-_OF_OLD_FILES = {"qwen2": "qwen2", "qwen3": "qwen2"}  # by architecture
+"""Splits by `tokenizer.ggml.pre`."""
+_OF_OLD_FILES = {"qwen2": "qwen2", "qwen3": "qwen2"}  # splits by architecture
 
 
 def tokenizer_json(header: Header) -> dict[str, Any]:
-    """What tokenizer.json of the same model says.
+    """The tokenizer.json of the same model.
 
     Raises:
-        GGUFError: If there is no tokenizer, or one that is not supported.
+        GGUFError: If there is no tokenizer, or it is not supported.
     """
     kind = header.metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -139,7 +139,7 @@ def tokenizer_json(header: Header) -> dict[str, Any]:
 
 
 def tokenizer_config_json(header: Header) -> dict[str, Any]:
-    """What tokenizer_config.json says of the special tokens, and the chat template."""
+    """The special tokens and the chat template of tokenizer_config.json."""
     tokens, types = _tokens(header), _types(header)
     config = {
         name.removesuffix("_id"): tokens[i]
@@ -161,14 +161,14 @@ def tokenizer_config_json(header: Header) -> dict[str, Any]:
 
 
 def special_ids(header: Header) -> dict[str, int]:
-    """The ids of bos_token_id, eos_token_id and so on, where the file gives them."""
-    given = {name: header.metadata.get(key) for name, key in _SPECIAL.items()}
-    if header.metadata.get("tokenizer.ggml.model") == "llama":  # old files leave these out
+    """The ids of bos_token_id, eos_token_id and so on that the file gives."""
+    values = {name: header.metadata.get(key) for name, key in _SPECIAL.items()}
+    if header.metadata.get("tokenizer.ggml.model") == "llama":  # old files omit these
         tokens = _tokens(header)
         for name, i, text in (("bos_token_id", 1, "<s>"), ("eos_token_id", 2, "</s>")):
-            if given[name] is None and tokens[i : i + 1] == [text]:
-                given[name] = i
-    return {name: _id(header, _SPECIAL[name], i) for name, i in given.items() if i is not None}
+            if values[name] is None and tokens[i : i + 1] == [text]:
+                values[name] = i
+    return {name: _id(header, _SPECIAL[name], i) for name, i in values.items() if i is not None}
 
 
 def end_ids(header: Header) -> tuple[int, ...]:
@@ -181,16 +181,16 @@ def end_ids(header: Header) -> tuple[int, ...]:
 
 
 def _text_ends(header: Header) -> list[int]:
-    """The tokens that end an answer by their texts."""
-    found = {i: text for i, text in enumerate(_tokens(header)) if text in _END_TEXTS}
-    texts = set(found.values())
+    """The tokens that end an answer, recognised by their texts."""
+    ends = {i: text for i, text in enumerate(_tokens(header)) if text in _END_TEXTS}
+    texts = set(ends.values())
     parts = any(part <= texts for part in _PARTS)
     stated = _numbers(header, _TYPES, _CONTROL)
     return [
         i
-        for i, text in found.items()
+        for i, text in ends.items()
         if not (text == _PART_END and parts)
-        # Elsewhere that is a tag of HTML.
+        # In other vocabularies this is an HTML tag.
         and not (text == "</s>" and stated[i] != _CONTROL)
     ]
 
@@ -207,15 +207,15 @@ def _tokens(header: Header) -> list[str]:
 
 
 def _strings(header: Header, key: str) -> list[str]:
-    found = header.metadata.get(key, [])
-    if not isinstance(found, list):
+    strings = header.metadata.get(key, [])
+    if not isinstance(strings, list):
         raise header.error(f"{key} is no list of texts")
-    return found
+    return strings
 
 
 def _types(header: Header) -> np.ndarray:
-    """int [V]: a type for each token; all normal where the file does not say, but for the beginning
-    of a text and the ends of answers."""
+    """int [V]: the type of each token. Without types in the file, all are normal except the
+    beginning of a text and the ends of answers."""
     types, named = _numbers(header, _TYPES, _NORMAL).copy(), special_ids(header)
     types[_text_ends(header)] = _CONTROL
     types[[named[name] for name in ("bos_token_id", "eos_token_id") if name in named]] = _CONTROL
@@ -224,16 +224,16 @@ def _types(header: Header) -> np.ndarray:
 
 def _numbers(header: Header, key: str, default: int) -> np.ndarray:
     tokens = len(_tokens(header))
-    found = header.metadata.get(key)
-    if found is None:
+    numbers = header.metadata.get(key)
+    if numbers is None:
         return np.full(tokens, default)
-    if not isinstance(found, np.ndarray) or len(found) != tokens:
+    if not isinstance(numbers, np.ndarray) or len(numbers) != tokens:
         raise header.error(f"{key} does not have a number for each of its {tokens} tokens")
-    return found
+    return numbers
 
 
 def _vocabulary(header: Header) -> dict[str, int]:
-    """Ids by token, without the names that converters make up for rows that no token has."""
+    """Ids by token, without the placeholders that converters make for unused rows."""
     vocabulary: dict[str, int] = {}
     types, twice = _types(header), 0
     for i, token in enumerate(_tokens(header)):
@@ -252,7 +252,7 @@ def _vocabulary(header: Header) -> dict[str, int]:
 
 
 def _byte_level(header: Header) -> dict[str, Any]:
-    """As GPT-2's: merged pairs of bytes."""
+    """A tokenizer like GPT-2's: merged pairs of bytes."""
     cut = _cut(header)
     vocabulary = _vocabulary(header)
     merges = [_pair(header, merge) for merge in _strings(header, "tokenizer.ggml.merges")]
@@ -286,7 +286,7 @@ def _byte_level(header: Header) -> dict[str, Any]:
 
 def _cut(header: Header) -> _Cut:
     name = header.metadata.get("tokenizer.ggml.pre")
-    if name in (None, "default"):  # of files from before April 2024
+    if name in (None, "default"):  # files from before April 2024
         name = _OF_OLD_FILES.get(header.metadata.get("general.architecture", ""), name)
     if name is None:
         raise header.error("it has no tokenizer.ggml.pre, which says how text is cut; convert anew")
@@ -306,7 +306,7 @@ def _pair(header: Header, merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(header: Header) -> dict[str, Any]:
-    """As Llama 2's: pieces by their scores, and bytes for what is in none."""
+    """A tokenizer like Llama 2's: pieces by their scores, and bytes for text outside all pieces."""
     vocabulary = _vocabulary(header)
     unknown = special_ids(header).get("unk_token_id", 0)
     prefix = header.metadata.get("tokenizer.ggml.add_space_prefix", True)
@@ -317,7 +317,7 @@ def _sentencepiece(header: Header) -> dict[str, Any]:
     ]
     if prefix:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    # Every stretch of text has the prefix, also those after special tokens, and keeps its spaces.
+    # Every stretch of text gets the prefix, also after special tokens, and keeps its spaces.
     normalizers: list[dict[str, Any]] = []
     if prefix:
         normalizers.append({"type": "Prepend", "prepend": "▁"})
@@ -340,8 +340,8 @@ def _sentencepiece(header: Header) -> dict[str, Any]:
 
 
 def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """All pairs of tokens that make a token: of that with the highest score first, as SentencePiece
-    merges them; of equal ones in the order that transformers has, longest beginnings first."""
+    """All pairs of tokens that make a token, in the order of the token's score, highest first, as
+    SentencePiece merges them. Equal scores are in transformers' order: longest first part first."""
     scores, types = _numbers(header, "tokenizer.ggml.scores", 0), _types(header)
     if not np.isfinite(scores).all():
         raise header.error("tokenizer.ggml.scores has a value that is no number")
@@ -359,7 +359,7 @@ def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]
             raise header.error(
                 f"the pairs that make its tokens have more than {_MAX_MERGES:,} characters"
             )
-    return [pair for *_, pair in sorted(pairs, key=lambda found: found[:3])]
+    return [pair for *_, pair in sorted(pairs, key=lambda merge: merge[:3])]
 
 
 def _assembled(
@@ -391,7 +391,7 @@ def _assembled(
 
 
 def _added(header: Header, vocabulary: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """The tokens that are found in a text before it is cut."""
+    """The tokens that are recognised in a text before it is split."""
     types, tokens = _types(header), _tokens(header)
     for i in np.flatnonzero(np.isin(types, (_UNKNOWN, _CONTROL, _USER_DEFINED))).tolist():
         if vocabulary.get(tokens[i]) == i:

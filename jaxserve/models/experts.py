@@ -199,16 +199,16 @@ def _sharded(
         return _summed(h, chosen, parts, *products, gated=gated)
     axes = (GATE_AXES, GATE_AXES, DOWN_AXES)
 
-    def cut(one: Linear, names: tuple[str, str, str]) -> Linear:
-        shape = one.kernel.shape
-        if one.transposed:
+    def cut(product: Linear, names: tuple[str, str, str]) -> Linear:
+        shape = product.kernel.shape
+        if product.transposed:
             shape = (shape[0], shape[2], shape[1])
         experts, inputs, outputs = cut_axes(mesh, shape, names)
-        kernel = (outputs, inputs) if one.transposed else (inputs, outputs)
-        bias = None if one.bias is None else PartitionSpec(experts, outputs)
-        if one is weights.down and bias is not None:
+        kernel = (outputs, inputs) if product.transposed else (inputs, outputs)
+        bias = None if product.bias is None else PartitionSpec(experts, outputs)
+        if product is weights.down and bias is not None:
             bias = PartitionSpec()  # whole, see `one_device`
-        return dataclasses.replace(one, kernel=PartitionSpec(experts, *kernel), bias=bias)
+        return dataclasses.replace(product, kernel=PartitionSpec(experts, *kernel), bias=bias)
 
     specs = tuple(cut(one, names) for one, names in zip(products, axes, strict=True))
     by_expert = specs[0].kernel[0] is not None
@@ -262,7 +262,7 @@ def _summed(
         gate, up, down: see `ExpertParams`.
         gated: see `mixture`.
     """
-    tokens, each = chosen.shape
+    tokens, per_token = chosen.shape
     count = jax.tree.leaves(gate.kernel)[0].shape[0]
     order, place, sizes = _by_expert(chosen.reshape(-1), count)
     whose = chosen.reshape(-1)[order]
@@ -275,10 +275,10 @@ def _summed(
             return y
         return (y + weights.bias.at[whose].get(mode="fill", fill_value=0)).astype(dtype)
 
-    x = h[order // each]
+    x = h[order // per_token]
     x = gated(product(x, gate, h.dtype), product(x, up, h.dtype))
     y = product(x, down, jnp.dtype(jnp.float32))
-    return add_weighted(None, y, parts, place.reshape(tokens, each))
+    return add_weighted(None, y, parts, place.reshape(tokens, per_token))
 
 
 def _by_expert(chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -62,8 +62,8 @@ def forward(
 
         def attention(h: jax.Array) -> tuple[base.Carry, jax.Array]:
             rotation = rotations[kind.rope]
-            given = attention_input(weights.attn, config, h, kind, rotation, mesh)
-            after, mixed = attend(carry, index, given)
+            inputs = attention_input(weights.attn, config, h, kind, rotation, mesh)
+            after, mixed = attend(carry, index, inputs)
             mixed = mixed[..., : config.value_dim].astype(h.dtype).reshape(len(mixed), -1)
             return after, linear(mixed, weights.attn.o, mesh)
 
@@ -96,12 +96,12 @@ def logits(
     """
     table = params.embed_tokens if params.lm_head is None else params.lm_head
     hidden = family.finish(params, config, x, mesh=mesh)
-    found = vocab_logits(hidden, table, config.vocab_size, mesh)
+    scores = vocab_logits(hidden, table, config.vocab_size, mesh)
     if config.logit_scale != 1:
-        found = found * config.logit_scale
+        scores = scores * config.logit_scale
     if config.logit_cap is None:
-        return found
-    return config.logit_cap * jnp.tanh(found / config.logit_cap)
+        return scores
+    return config.logit_cap * jnp.tanh(scores / config.logit_cap)
 
 
 def over_layers(

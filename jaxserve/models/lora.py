@@ -163,10 +163,14 @@ def adapter_specs(
         slots: the room.
         fused: whether q, k and v are.
     """
-    found = list(projections(family, config, fused=fused))
-    wanted = {one.place for one in found if not slots.targets or one.target in slots.targets}
+    every = list(projections(family, config, fused=fused))
+    wanted = {
+        projection.place
+        for projection in every
+        if not slots.targets or projection.target in slots.targets
+    }
     layers: list[dict[str, Lora]] = [{} for _ in range(config.num_layers)]
-    for layer, place, leaf in found:
+    for layer, place, leaf in every:
         if place not in wanted:
             continue
         spec, before = leaf.spec, layers[layer].get(place)
@@ -247,12 +251,12 @@ def adapter_bytes(specs: Adapters, dtype: DTypeLike, mesh: Mesh | None) -> int:
     )
 
 
-def _put(adapters: Adapters, one: Layers, number: jax.Array, first: jax.Array) -> Adapters:
+def _put(adapters: Adapters, new: Layers, number: jax.Array, first: jax.Array) -> Adapters:
     def into(room: jax.Array, mine: jax.Array) -> jax.Array:
         at: list[Any] = [first, *[np.int32(0)] * (room.ndim - 1)]
         return jax.lax.dynamic_update_slice(room, mine.astype(room.dtype), at)
 
-    columns = jax.tree.leaves(one)[0].shape[0]
+    columns = jax.tree.leaves(new)[0].shape[0]
     left = jnp.where(adapters.owner == number, BASE, adapters.owner)  # by who had it before
     owner = into(left, jnp.full(columns, number))
-    return Adapters(owner, jax.tree.map(into, adapters.layers, one))
+    return Adapters(owner, jax.tree.map(into, adapters.layers, new))

@@ -48,5 +48,7 @@ def perplexity(
         return -jnp.take_along_axis(log_probs, window[1:, None], axis=1).sum()
 
     windows = np.asarray(tokens[: count * size], np.int32).reshape(count, size)
-    total = functools.reduce(lambda sum_, one: sum_ + float(loss(params, one)), windows, 0.0)
+    total = functools.reduce(
+        lambda sum_, next_window: sum_ + float(loss(params, next_window)), windows, 0.0
+    )
     return math.exp(total / (count * (size - 1)))

@@ -161,7 +161,7 @@ class Quantized:
 def dequantize(weights: Quantized, dtype: DTypeLike, *, transposed: bool = False) -> jax.Array:
     """The weight, or (transposed) table, in a float dtype."""
     if weights.q.ndim == 3:
-        return jax.vmap(lambda one: dequantize(one, dtype, transposed=transposed))(weights)
+        return jax.vmap(lambda part: dequantize(part, dtype, transposed=transposed))(weights)
     axis = 1 if transposed else 0
     q = weights.q if weights.bits == 8 else unpack_pairs(weights.q, axis)
     shape, groups = q.shape, weights.scale.shape[axis]
@@ -204,8 +204,8 @@ def quantized_dot(
         mesh: the devices that the weights are sharded over; None for one.
     """
     parts, axes = (weights.q, weights.scale, weights.zero, weights.minimum), weights.axes
-    given = x if weights.inputs is None else x.astype(weights.inputs)
-    y = quantized_matmul(given, *parts, transposed=transposed, dtype=dtype, axes=axes, mesh=mesh)
+    rounded = x if weights.inputs is None else x.astype(weights.inputs)
+    y = quantized_matmul(rounded, *parts, transposed=transposed, dtype=dtype, axes=axes, mesh=mesh)
     if y is not None:
         return y
     axis = 1 if transposed else 0
@@ -241,11 +241,11 @@ def quantized_grouped_dot(
         transposed: they are [groups, out, in].
         dtype: of the result, [T, out].
     """
-    given = x if weights.inputs is None else x.astype(weights.inputs)
+    rounded = x if weights.inputs is None else x.astype(weights.inputs)
     parts = (weights.q, weights.scale, weights.zero)
     y = None
     if weights.minimum is None:
-        y = quantized_grouped_matmul(given, *parts, group_sizes, transposed=transposed)
+        y = quantized_grouped_matmul(rounded, *parts, group_sizes, transposed=transposed)
     if y is not None:
         return y.astype(dtype)
     wide = dequantize(weights, x.dtype, transposed=transposed)

@@ -17,7 +17,7 @@ FAMILIES: tuple[Family, ...] = (
     deepseek.FAMILY,
 )
 
-MODEL_TYPES = tuple(sorted(one for family in FAMILIES for one in family.model_types))
+MODEL_TYPES = tuple(sorted(known_type for family in FAMILIES for known_type in family.model_types))
 
 
 def get_family(name: str) -> Family:

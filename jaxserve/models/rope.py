@@ -183,11 +183,11 @@ def _longrope(hf: Mapping[str, Any], scaling: Mapping[str, Any], field: str, rop
 
 
 def _factors(scaling: Mapping[str, Any], name: str, field: str) -> tuple[float, ...]:
-    given = scaling.get(name)
-    if not isinstance(given, list) or len(given) > _MOST_FACTORS:
-        what = f"must be a list of numbers, got {fields.shown(given)}"
+    factors = scaling.get(name)
+    if not isinstance(factors, list) or len(factors) > _MOST_FACTORS:
+        what = f"must be a list of numbers, got {fields.shown(factors)}"
         raise ValueError(f"config.json: {field}.{name} {what}")
-    return tuple(fields.number({name: one or 0}, name) for one in given)
+    return tuple(fields.number({name: factor or 0}, name) for factor in factors)
 
 
 def for_length(rope: Rope, longest: int) -> Rope:

@@ -35,11 +35,11 @@ def make_mesh(tensor: int) -> Mesh:
             f"mesh.tensor must be between 1 and the number of {devices[0].platform} devices "
             f"({len(devices)}), got {tensor}"
         )
-    each = tensor // hosts
+    per_host = tensor // hosts
     chosen = [
         device
         for host in range(hosts)
-        for device in [d for d in devices if d.process_index == host][:each]
+        for device in [d for d in devices if d.process_index == host][:per_host]
     ]
     if len(chosen) != tensor:
         raise ValueError(

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class _About(NamedTuple):
-    """What requests of a call have in common, as `RequestFields` has it."""
+    """The fields that all requests of a call share, as in `RequestFields`."""
 
     slo: SLO
     tier: Tier
@@ -70,14 +70,14 @@ class LLM:
 
     Args:
         model: a checkpoint's directory; empty: the model in the box.
-        config: instead, what a preset's `get_config()` returns.
-        fields: fields of the config, as in `scheduler__max_rows=16`.
+        config: a config from a preset's `get_config()`, instead.
+        fields: fields of the config, such as `scheduler__max_rows=16`.
 
     Attributes:
         engine: the engine, started.
 
     Raises:
-        ConfigError: If the config cannot be served; one line.
+        ConfigError: If the config cannot be served; the message is one line.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class LLM:
         self.engine = engine
         self._template = template
         self._loop = LoopThread("jaxserve-offline")
-        # Its readers are our own, and never too slow.
+        # Its readers are in this process, and never too slow.
         self._requests = self._loop.call(lambda: EngineRequests(engine, math.inf))
         self._ended = self._loop.call(asyncio.Event)
 
     @property
     def system_fingerprint(self) -> str:
-        """Two engines with the same one answer with the same bits, see `EngineInfo`."""
+        """Two engines with the same fingerprint answer with the same bits, see `EngineInfo`."""
         return self.engine.info().system_fingerprint
 
     def generate(
@@ -123,27 +123,28 @@ class LLM:
         prediction: str | Sequence[str] = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continues each prompt. There may be more of them than the engine can queue. Ctrl-C
-        cancels what runs.
+        """Continues each prompt. There may be more prompts than the engine can queue. Ctrl-C
+        cancels running requests.
 
         Args:
             prompts: one or several, as text or token ids.
             sampling: for all prompts, or one for each; None: greedy, or what the checkpoint's
                 generation_config.json says.
-            slo: the targets of each.
+            slo: the targets of each request.
             tier: the tier of all.
-            cache_salt: of all; only requests with the same one find in the cache what they compute.
-            adapter: name of the adapter that all have, see `load_adapter`; "" for none.
-            prediction: what the output of all, or of each, is likely to be. A policy with `+spec`
-                drafts from it; it changes no text.
+            cache_salt: the salt of all; only requests with the same salt share computed prompts.
+            adapter: name of the adapter of all, see `load_adapter`; "" for none.
+            prediction: the likely output, one for all or one for each. A policy with `+spec` drafts
+                from it; it changes no text.
             progress: whether to show a bar.
 
         Returns:
-            One a prompt, in their order.
+            One output for each prompt, in order.
 
         Raises:
-            InvalidRequest: If one of them cannot be served. Then none is.
-            ValueError: If there are not as many `sampling` or `prediction` as prompts.
+            InvalidRequest: If a prompt cannot be served. Then none is.
+            ValueError: If the number of `sampling` or `prediction` differs from that of the
+                prompts.
         """
         about = _About(slo or SLO(), tier, cache_salt, adapter)
         work = self._generate(_several(prompts), sampling, about, prediction, progress)
@@ -159,25 +160,25 @@ class LLM:
         reasoning_effort: str | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """`generate` for chats, which the checkpoint's template makes prompts of. The text is
-        whole: what the model thinks and what it answers.
+        """`generate` for chats, which the checkpoint's template turns into prompts. The text
+        includes the model's thoughts and its answer.
 
         Args:
             messages: one chat or several; each message has a `role` and a `content`, or the
                 `tool_calls` of an assistant.
             sampling: as in `generate`.
-            tools: functions that the model may ask for, as OpenAI has them. Calls of them are part
-                of the text, in the model's own format; `parse_calls` finds them.
-            chat_template_kwargs: what else the template may read, such as enable_thinking.
-            reasoning_effort: how much to think, for templates that read that or whether to think
-                at all (`none` is not at all); others are given nothing.
-            options: of `generate`.
+            tools: functions that the model may ask for, in OpenAI's form. Calls are part of the
+                text, in the model's own format; `parse_calls` finds them.
+            chat_template_kwargs: more variables for the template, such as enable_thinking.
+            reasoning_effort: how much to think, for templates that read an effort or a switch
+                (`none` does not think at all); ignored by other templates.
+            options: options of `generate`.
 
         Returns:
-            One a chat, in their order; `prompt` is the template's text.
+            One output for each chat, in order; `prompt` is the template's text.
 
         Raises:
-            InvalidRequest: If a tool is none, or as in `generate`.
+            InvalidRequest: If a tool is malformed, or as in `generate`.
         """
         chats: Sequence[Chat] = messages  # type: ignore[assignment]
         if messages and isinstance(messages[0], Mapping):
@@ -198,14 +199,14 @@ class LLM:
             for chat in chats
         ]
         prompts = [self._template.encode(text, self.engine.encode) for text in texts]
-        found = self.generate(prompts, sampling, **options)
-        for request, text in zip(found, texts, strict=True):
+        outputs = self.generate(prompts, sampling, **options)
+        for request, text in zip(outputs, texts, strict=True):
             request.prompt = text
-        return found
+        return outputs
 
     def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
-        """The content of a text and the calls in it, with their arguments as JSON. tools: those
-        that the chat had. Raises InvalidRequest."""
+        """The content of a text and the calls in it, with their arguments as JSON. tools: the tools
+        of the chat. Raises InvalidRequest."""
         parser = self._template.tool_format.parser(from_openai(tools))
         said = whole([*parser.feed(text), *parser.finish()])
         return said.content, said.calls
@@ -213,14 +214,15 @@ class LLM:
     def _showing_calls(
         self, sampling: SamplingParams | Sequence[SamplingParams] | None
     ) -> SamplingParams | Sequence[SamplingParams]:
-        """The same, with the texts around calls, where those are special tokens."""
+        """The sampling parameters, changed so that special tokens around calls are part of the
+        text."""
         special = special_tokens(
             self._template.tool_format.markers, self.engine.encode, self.engine.decode
         )
         show = functools.partial(dataclasses.replace, shown_token_ids=tuple(special.values()))
         if sampling is None or isinstance(sampling, SamplingParams):
             return show(sampling or self._default_sampling())
-        return [show(each) for each in sampling]
+        return [show(params) for params in sampling]
 
     def _default_sampling(self) -> SamplingParams:
         return SamplingParams(**self.engine.info().sampling_defaults)
@@ -244,7 +246,7 @@ class LLM:
             sampling: sampling parameters; None as in `generate`.
             slo: the request's targets.
             tier: its tier.
-            cache_salt: only requests with the same one find in the cache what it computes.
+            cache_salt: only requests with the same salt share computed prompts.
             adapter: name of its adapter; "" for none.
             prediction: as in `generate`.
         """
@@ -282,25 +284,25 @@ class LLM:
         adapter: str = "",
         progress: bool = True,
     ) -> list[EmbeddingOutput]:
-        """Makes a vector of each prompt, as the checkpoint says, else of the last token's hidden
-        state.
+        """Makes a vector of each prompt, by the checkpoint's pooling, or else of the last token's
+        hidden state.
 
         Args:
             prompts: one or several, as text or token ids.
-            pooling: last, mean or cls, instead of what the checkpoint says.
+            pooling: last, mean or cls, instead of the checkpoint's pooling.
             normalize: whether vectors have length 1, likewise.
-            dimensions: how many of their first numbers; None for all.
-            slo: the targets of each.
+            dimensions: how many of their first numbers to return; None for all.
+            slo: the targets of each request.
             tier: the tier of all.
             cache_salt: as in `generate`.
             adapter: likewise.
             progress: whether to show a bar.
 
         Returns:
-            One a prompt, in their order.
+            One output for each prompt, in order.
 
         Raises:
-            InvalidRequest: If one of them cannot be served. Then none is.
+            InvalidRequest: If a prompt cannot be served. Then none is.
         """
         wanted = self.engine.info().pooling.with_own(pooling, normalize, dimensions)
         about = _About(slo or SLO(), tier, cache_salt, adapter, pooling=wanted)
@@ -316,23 +318,23 @@ class LLM:
         progress: bool = True,
         **options: Any,
     ) -> list[float]:
-        """How well queries and documents go together.
+        """Scores pairs of a query and a document.
 
         Args:
             queries: one, or as many as documents.
             documents: one or several.
-            tokens: of the model's answer; a score is how likely the first of them is to follow the
-                template, among these. None: it is the cosine of the texts' vectors.
+            tokens: possible answers of the model; a score is the probability of the first among
+                these after the template. None: the score is the cosine of the texts' vectors.
             template: the prompt of a pair, with {query} and {document} in it.
             progress: whether to show a bar.
             options: `slo`, `tier`, `cache_salt` and `adapter`, as in `embed`.
 
         Returns:
-            One a pair, in their order.
+            One score for each pair, in order.
 
         Raises:
-            InvalidRequest: If one of them cannot be served. Then none is.
-            ValueError: If there are not as many queries as documents.
+            InvalidRequest: If a pair cannot be served. Then none is.
+            ValueError: If there are several queries, but not as many as documents.
         """
         texts = [documents] if isinstance(documents, str) else list(documents)
         asked = _one_each("queries", queries, str, len(texts))
@@ -342,35 +344,35 @@ class LLM:
             return []
         made = pair_prompts(pairs, NO_TOKENS, tokens, template, info.pooling, encode)
         about = _About(**_options(**options), pooling=made.pooling)
-        found = self._loop.run(self._embed(made.prompts, about, progress))
-        return made.scores([each.embedding for each in found])
+        vectors = self._loop.run(self._embed(made.prompts, about, progress))
+        return made.scores([each.embedding for each in vectors])
 
     def load_adapter(self, name: str, path: str | Path) -> None:
-        """Loads an adapter (LoRA) from a folder as PEFT saves it, beside those of
-        `lora__adapters=`. There has to be room for it, `lora__max_loras=`.
+        """Loads an adapter (LoRA) from a folder in PEFT's format, beside those of
+        `lora__adapters=`. `lora__max_loras=` has to leave room for it.
 
         Raises:
-            AdapterError: If it cannot be used, or there is no room.
+            AdapterError: If the adapter cannot be used, or there is no room.
         """
         self.engine.load_adapter(name, str(path))
 
     def unload_adapter(self, name: str) -> None:
-        """No request may have it any more; those that do go on. Raises UnknownAdapter."""
+        """No new request may use the adapter; running requests go on. Raises UnknownAdapter."""
         self.engine.unload_adapter(name)
 
     def add_observer(self, observer: Observer) -> None:
-        """From now on the observer is told of arrivals, steps, tokens and ends. See `Observer`:
-        the engine's thread calls it, so it must return quickly. Of a call's last step it may be
-        told after the call has returned."""
+        """Tells the observer of arrivals, steps, tokens and finished requests from now on. The
+        engine's thread calls it (see `Observer`), so it must return quickly. It may hear of a
+        call's last step after the call has returned."""
         self.engine.add_observer(observer)
 
     def pool_view(self) -> PoolView:
-        """What each block of the pool holds now, for `figures.plots.block_pool`. Exact when an
-        observer calls it; elsewhere its parts may be one step apart."""
+        """What each block of the pool holds now, for `figures.plots.block_pool`. Exact if an
+        observer calls this; otherwise its parts may be one step apart."""
         return pool_view(self.engine)
 
     def close(self) -> None:
-        """Cancels what runs and stops the engine. Idempotent."""
+        """Cancels running requests and stops the engine. Idempotent."""
         self._template.close()
         self.engine.stop()
         self._loop.close()
@@ -381,7 +383,7 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # On the loop.
+    # The methods below run on the loop.
 
     async def _generate(
         self,
@@ -398,26 +400,26 @@ class LLM:
             await self._make_request(prompt, params, about._replace(prediction=text))
             for prompt, params, text in zip(prompts, chosen, likely, strict=True)
         ]
-        found = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
-        await self._serve(wanted, [output.add for output in found], "generating", bar)
-        return found
+        outputs = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
+        await self._serve(wanted, [output.add for output in outputs], "generating", bar)
+        return outputs
 
     async def _embed(
         self, prompts: Sequence[Prompt], about: _About, bar: bool
     ) -> list[EmbeddingOutput]:
-        wanted = [await self._make_request(each, NOTHING_SAMPLED, about) for each in prompts]
-        found: dict[str, EmbeddingOutput] = {}
+        wanted = [await self._make_request(prompt, NOTHING_SAMPLED, about) for prompt in prompts]
+        vectors: dict[str, EmbeddingOutput] = {}
 
         def add(delta: Delta) -> None:
             last = delta.last
             if last is not None and last.pooled is not None:
                 made = EmbeddingOutput(last.pooled, last.usage, last.timings, last.verdict)
-                found[last.request_id] = made
+                vectors[last.request_id] = made
 
         await self._serve(wanted, [add] * len(wanted), "embedding", bar)
-        if len(found) < len(wanted):
+        if len(vectors) < len(wanted):
             raise self._requests.cancelled_error()
-        return [found[request.id] for request in wanted]
+        return [vectors[request.id] for request in wanted]
 
     async def _serve(
         self,
@@ -426,7 +428,7 @@ class LLM:
         what: str,
         bar: bool,
     ) -> None:
-        """Serves them beside each other; each has a reader."""
+        """Serves requests concurrently, each with a reader."""
         with tqdm(total=len(wanted), desc=what, unit="prompt", disable=not bar) as shown:
 
             async def serve(request: Request, read: Callable[[Delta], None]) -> None:
@@ -483,7 +485,7 @@ class LLM:
 
 
 def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) -> Config:
-    from jaxserve.server.startup.launch import find_checkpoint  # with all of the server
+    from jaxserve.server.startup.launch import find_checkpoint  # imports the whole server
 
     if config is None:
         config = base.get_config() if model else tiny_cpu.get_config()
@@ -492,21 +494,21 @@ def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) ->
 
 
 def _plain(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A turn as templates are given it, from whatever OpenAI's clients have."""
-    given = {name: value for name, value in turn.items() if value is not None}
-    content = given.get("content", "")
+    """A turn in the form for templates, from any form of OpenAI's clients."""
+    fields = {name: value for name, value in turn.items() if value is not None}
+    content = fields.get("content", "")
     if not isinstance(content, str):
         if not all(isinstance(part.get("text"), str) for part in content):
             raise InvalidRequest("messages", "only parts of text are served")
         content = "".join(part["text"] for part in content)
-    calls = [{**call, "function": dict(call["function"])} for call in given.get("tool_calls", ())]
+    calls = [{**call, "function": dict(call["function"])} for call in fields.get("tool_calls", ())]
     for call in calls:
         arguments = call["function"].get("arguments") or ""
         call["function"]["arguments"] = (
             arguments if isinstance(arguments, str) else compact(arguments)
         )
-    given.pop("tool_calls", None)
-    return {**given, "content": content, **({"tool_calls": calls} if calls else {})}
+    fields.pop("tool_calls", None)
+    return {**fields, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -515,11 +517,12 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts  # type: ignore[return-value]
 
 
-def _one_each(field: str, given: T | Sequence[T], kind: type[T], count: int) -> Sequence[T]:
-    """Of each prompt: the one that is given, or those. Raises ValueError for too many or few."""
-    if isinstance(given, kind):
-        return [given] * count
-    several: Sequence[T] = given  # type: ignore[assignment]
+def _one_each(field: str, values: T | Sequence[T], kind: type[T], count: int) -> Sequence[T]:
+    """One value for each prompt: a single value is repeated. Raises ValueError if the number is
+    wrong."""
+    if isinstance(values, kind):
+        return [values] * count
+    several: Sequence[T] = values  # type: ignore[assignment]
     if len(several) != count:
         raise ValueError(f"{field}: {len(several)} of them for {count} prompts")
     return several

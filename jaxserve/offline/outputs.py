@@ -17,9 +17,9 @@ class CompletionOutput:
 
     Attributes:
         index: 0 to n - 1.
-        text: without what a stop string cut off.
-        token_ids: all that were generated.
-        logprobs: one a token, where they were asked for.
+        text: the text, cut off at a stop string.
+        token_ids: all generated tokens.
+        logprobs: one entry per token, if asked for.
         finish_reason: why it ended.
         usage: tokens of the prompt and of the continuation.
         timings: when its tokens came.
@@ -52,11 +52,10 @@ class RequestOutput:
 
     Attributes:
         request_id: the engine's name for it.
-        prompt: the text, a chat's after the template; None where token ids were given.
+        prompt: the text (for a chat, the template's text); None if token ids were given.
         prompt_token_ids: its tokens.
         outputs: the continuations by index.
-        prompt_logprobs: one a token, None for the first, which follows nothing; None where they
-            were not asked for.
+        prompt_logprobs: one entry per token, None for the first one; None if not asked for.
     """
 
     request_id: str
@@ -66,7 +65,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def add(self, delta: Delta) -> None:
-        """What the engine says next of one of them. Each says the same of the prompt."""
+        """Adds the engine's next output for one continuation. All outputs have the same prompt."""
         self.outputs[delta.index].add(delta)
         if self.prompt_logprobs is not None and delta.index == 0:
             self.prompt_logprobs += delta.prompt_logprobs
@@ -91,16 +90,16 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of one continuation of a stream.
+    """The next piece of one continuation in a stream.
 
     Attributes:
         index: which of the n continuations.
-        text: what follows the last piece.
+        text: new text.
         token_ids: its tokens.
         finish_reason: why the continuation ended; None before its last piece.
-        logprobs: one a token, where they were asked for.
-        prompt_logprobs: of the prompt's next tokens from the second on, where they were asked for.
-        expected_missed: whether its targets have just been given up; told once, if at all.
+        logprobs: one entry per token, if asked for.
+        prompt_logprobs: entries of further prompt tokens, from the second token on, if asked for.
+        expected_missed: whether its targets have just been given up; set at most once.
     """
 
     index: int

@@ -30,7 +30,8 @@ _OF_BOTH = (
     *("eos_token_id", "bos_token_id", "pad_token_id", "dtype", "torch_dtype"),
     *("quantization_config", "tie_word_embeddings"),
 )
-_TEXTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # of configs that do not say
+# For configs whose text part does not say.
+_TEXTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,16 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
     """Reads the config of a checkpoint directory (Hugging Face, or written by convert) or a GGUF
     file.
 
-    End-of-sequence ids are those of config.json, then any more of generation_config.json, then what
-    tokenizer_config.json calls so. Whether weights are quantised, and how, config.json and the
-    shapes of their tensors say, of a GGUF file their types.
+    End-of-sequence ids come from config.json, then generation_config.json, then
+    tokenizer_config.json. Whether and how weights are quantised follows from config.json and the
+    tensors' shapes, or in a GGUF file from the tensors' types.
 
     Returns:
         The family, its config, and config.json as a dict with the merged `eos_token_id`.
 
     Raises:
-        CheckpointError: No such directory, no config.json, not JSON, or a field that is not
-            supported (the message names it).
+        CheckpointError: If the directory or config.json is missing, the file is not JSON, or a
+            field is not supported (the message names it).
     """
     folder = Path(os.path.expanduser(path))
     try:
@@ -85,14 +86,14 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
 
 
 def _of_language(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The config of the part that computes texts, of a model of images, too; others as they are."""
+    """The config of the text part, if the model is also for images; other configs as they are."""
     text = hf.get("text_config")
     if not isinstance(text, dict) or hf.get("model_type") in MODEL_TYPES:
         return hf
     kind = str(hf.get("model_type"))
     log.warning("%s: of this %s only texts are served; images are refused", folder, shown(kind))
     outer = {name: hf[name] for name in _OF_BOTH if name in hf}
-    # Where a head is stored that is another table, it counts, see `is_tied`.
+    # A stored head that is another table takes precedence, see `is_tied`.
     tied = outer.get("tie_word_embeddings", True) or text.get("tie_word_embeddings", False)
     model_type = {"model_type": text.get("model_type", _TEXTS.get(kind))}
     return {**outer, **text, **model_type, "tie_word_embeddings": tied}
@@ -113,23 +114,22 @@ def _load_gguf_config(path: Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
 
 
 def load_sampling_defaults(path: str | Path) -> dict[str, Any]:
-    """The fields of SamplingParams that a checkpoint gives for requests that do not say:
-    generation_config.json, or a GGUF file. As vLLM, it goes by these fields alone: `do_sample` and
-    `max_new_tokens` are not read.
+    """The checkpoint's defaults for SamplingParams: from generation_config.json, or a GGUF file. As
+    in vLLM, `do_sample` and `max_new_tokens` are not read.
 
     Raises:
-        CheckpointError: If a value is none; the message names it.
+        CheckpointError: If a value is invalid; the message names it.
     """
     folder = Path(os.path.expanduser(path))
     file = folder / "generation_config.json"
-    given: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if (gguf := find_gguf(folder)) is not None:
-        file, given = gguf, generation_config_json(read_header(gguf))
+        file, values = gguf, generation_config_json(read_header(gguf))
     elif os.path.lexists(file):
-        given = read_json(file)
-    found: dict[str, Any] = {}
+        values = read_json(file)
+    defaults: dict[str, Any] = {}
     for name in _SAMPLING_DEFAULTS:
-        value = given.get(name)
+        value = values.get(name)
         if value is None:
             continue
         if name == "top_k" and value == -1:
@@ -138,27 +138,27 @@ def load_sampling_defaults(path: str | Path) -> dict[str, Any]:
         try:
             if isinstance(value, bool) or not isinstance(value, kind):
                 raise InvalidRequest(name, f"must be a number, got {shown(value)}")
-            one: dict[str, Any] = {name: value}
-            SamplingParams(**one)
+            field: dict[str, Any] = {name: value}
+            SamplingParams(**field)
         except InvalidRequest as error:
             way_out = "model.generation_config=none leaves it out"
             raise CheckpointError(f"{file}: {error}; {way_out}") from None
-        found[name] = value
-    return found
+        defaults[name] = value
+    return defaults
 
 
 def _named_end(folder: Path) -> tuple[int, ...]:
     """The `eos_token` of the tokenizer, if it has one. Raises ValueError."""
     config = read_config(folder)
     text = special_tokens(config).get("eos_token")
-    found = None if text is None else token_id(folder, config, text)
-    return () if found is None else (found,)
+    end = None if text is None else token_id(folder, config, text)
+    return () if end is None else (end,)
 
 
 def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """The end-of-sequence tokens within the vocabulary. Others would break token arrays and the
-    grammar library. Logs if there are none, or others."""
-    usable = tuple(one for one in config.eos_token_ids if 0 <= one < config.vocab_size)
+    """The end-of-sequence tokens within the vocabulary. Ids outside would break token arrays and
+    the grammar library. Logs if there are none, or some are outside."""
+    usable = tuple(token for token in config.eos_token_ids if 0 <= token < config.vocab_size)
     if not config.eos_token_ids:
         log.warning(
             "%s names no end-of-sequence token (eos_token_id in %s): %s",
@@ -170,7 +170,7 @@ def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
         log.warning(
             "%s: eos_token_id %d is outside of the vocabulary, 0 to %d: it ends no answer%s",
             folder,
-            next(one for one in config.eos_token_ids if one not in usable),
+            next(token for token in config.eos_token_ids if token not in usable),
             config.vocab_size - 1,
             "" if usable else f", and there is no other: {_ENDLESS}",
         )
@@ -178,8 +178,8 @@ def _usable_ends(folder: Path, config: ModelConfig) -> tuple[int, ...]:
 
 
 def load_preset(name: str) -> tuple[Family, ModelConfig, dict[str, Any]]:
-    """As `load_config`, for a built-in shape, see `jaxserve.models.presets`. ValueError if it is
-    not known."""
+    """As `load_config`, for a built-in shape, see `jaxserve.models.presets`. Raises ValueError if
+    it is not known."""
     hf = preset(name)
     family = family_for(hf)
     return family, family.config_from_hf(hf), hf
@@ -189,7 +189,7 @@ def checkpoint_dtype(hf: dict[str, Any]) -> jnp.dtype | None:
     """The dtype that config.json states (`dtype`, before transformers 5 `torch_dtype`), or None.
 
     Raises:
-        CheckpointError: If it is none of float32, bfloat16 and float16.
+        CheckpointError: If the dtype is not float32, bfloat16 or float16.
     """
     stated = hf.get("dtype") or hf.get("torch_dtype")
     if stated is None:

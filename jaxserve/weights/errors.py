@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint, in one line."""
+"""Errors of checkpoints, in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ class CheckpointError(ValueError):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; CheckpointError when it is missing or not a JSON object."""
+    """The JSON object in a file. Raises CheckpointError if the file is missing or not a JSON
+    object."""
     try:
         content = checkpoint_files.read_json(path)
     except FileNotFoundError:

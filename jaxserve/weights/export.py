@@ -18,23 +18,23 @@ from jaxserve.models.quantized import Quantized, Scheme, dequantize, unpack_pair
 from jaxserve.weights.packed import pack
 from jaxserve.weights.tensors import INDEX
 
-_MOST_BYTES = 4 << 30  # of a file
+_MOST_BYTES = 4 << 30  # most bytes of a file
 
 
 def save_safetensors(
     folder: Path, params: Params, family: Family, config: ModelConfig, dtype: DTypeLike
 ) -> None:
-    """Writes model-*.safetensors and their index to a folder. OSError if there is no room.
+    """Writes model-*.safetensors and their index to a folder. Raises OSError if there is no room.
 
     Args:
         folder: an existing directory.
         params: as loaded. Tables of the vocabulary are written wide.
         family: the model's.
         config: its shape.
-        dtype: of what is written wide.
+        dtype: dtype of parameters that are written wide.
     """
     part: dict[str, np.ndarray] = {}
-    files: dict[str, str] = {}  # by tensor
+    files: dict[str, str] = {}  # file of each tensor
     number = 0
 
     def write() -> None:
@@ -46,9 +46,9 @@ def save_safetensors(
         part.clear()
 
     pairs: list[tuple[Leaf, Any]] = []
-    jax.tree.map(lambda leaf, one: pairs.append((leaf, one)), family.leaves(config), params)
-    for leaf, one in pairs:
-        part.update(_tensors(leaf, one, leaf.scheme(config.quantization), dtype))
+    jax.tree.map(lambda leaf, array: pairs.append((leaf, array)), family.leaves(config), params)
+    for leaf, array in pairs:
+        part.update(_tensors(leaf, array, leaf.scheme(config.quantization), dtype))
         if sum(tensor.nbytes for tensor in part.values()) > _MOST_BYTES:
             write()
     write()
@@ -57,7 +57,8 @@ def save_safetensors(
 
 
 def compressed_config(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
-    """The quantization_config of such a checkpoint. ignore: Linear modules that are wide."""
+    """The quantization_config of such a checkpoint. ignore: Linear modules that are not
+    quantised."""
     weights = {
         "num_bits": 4 if scheme.kind == "int4" else 8,
         "type": "float" if scheme.kind == "fp8" else "int",
@@ -66,42 +67,43 @@ def compressed_config(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
         "group_size": scheme.group or None,
         "dynamic": False,
     }
-    given = {"weights": weights, "input_activations": None, "output_activations": None}
+    group = {"weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized" if scheme.kind == "fp8" else "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], **given}},
+        "config_groups": {"group_0": {"targets": ["Linear"], **group}},
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
 
 
 def _tensors(
-    leaf: Leaf, one: Any, scheme: Scheme | None, dtype: DTypeLike
+    leaf: Leaf, array: Any, scheme: Scheme | None, dtype: DTypeLike
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of one parameter by their names. dtype: of tables that are quantised here."""
-    if leaf.is_table and isinstance(one, Quantized):
-        one = dequantize(one, dtype, transposed=True)  # the format has none of embeddings
-    if not isinstance(one, Quantized):
-        value, source = np.asarray(one), leaf.source
+    """The tensors of one parameter by their names. dtype: dtype in which quantised tables are
+    written."""
+    if leaf.is_table and isinstance(array, Quantized):
+        array = dequantize(array, dtype, transposed=True)  # the format has no quantised embeddings
+    if not isinstance(array, Quantized):
+        value, source = np.asarray(array), leaf.source
         values = value if source.stacked else value[None]
-        for name, each in zip(source.names, values, strict=True):
-            yield name, np.ascontiguousarray(each.T if source.transpose else each)
+        for name, part in zip(source.names, values, strict=True):
+            yield name, np.ascontiguousarray(part.T if source.transpose else part)
         return
     assert scheme is not None
-    q = np.asarray(one.q)
-    q = (q if one.bits == 8 else unpack_pairs(q, 0)).T
-    scale = np.ascontiguousarray(np.asarray(one.scale).T)
+    q = np.asarray(array.q)
+    q = (q if array.bits == 8 else unpack_pairs(q, 0)).T
+    scale = np.ascontiguousarray(np.asarray(array.scale).T)
     yield f"{leaf.name}.weight_scale", scale
     if scheme.kind == "fp8":
         yield f"{leaf.name}.weight", np.ascontiguousarray(q)
         return
-    bits = one.bits
+    bits = array.bits
     yield f"{leaf.name}.weight_packed", pack(_unsigned(q, bits), bits, 1)
     yield f"{leaf.name}.weight_shape", np.array(q.shape, np.int64)
-    if one.zero is not None:
-        zero = _unsigned(np.asarray(one.zero).T, bits)
+    if array.zero is not None:
+        zero = _unsigned(np.asarray(array.zero).T, bits)
         yield f"{leaf.name}.weight_zero_point", pack(zero, bits, 0)
 
 

@@ -1,5 +1,5 @@
-"""Parameters in huge pages: of 4 KiB a step over all weights misses the processor's table of pages
-thousands of times."""
+"""Parameters in huge pages: with pages of 4 KiB, a step over all weights has thousands of TLB
+misses."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 import jax
 
-SIZE = 2 << 20  # bytes of a huge page, as x86 and most others have them
-COLLAPSE = 25  # MADVCOLLAPSE, since Linux 6.1: now, and not when the kernel comes by
+SIZE = 2 << 20  # bytes of a huge page on x86 and most others
+COLLAPSE = 25  # MADV_COLLAPSE, since Linux 6.1: at once, not in the background
 
 
 def advise_huge_pages(arrays: Iterable[jax.Array]) -> threading.Thread | None:
-    """Has Linux move arrays in a CPU's memory to huge pages, where it lets programs ask for them
-    (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled, as most distributions have it). What
-    it refuses stays as it is.
+    """Asks Linux to move arrays in a CPU's memory to huge pages, if programs may ask for them
+    (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled, the default of most distributions).
+    Refused pages stay as they are.
 
     Returns:
         The thread that asks, since the kernel copies about 300 MB a second; None if there is
@@ -31,7 +31,7 @@ def advise_huge_pages(arrays: Iterable[jax.Array]) -> threading.Thread | None:
         if array.nbytes and {device.platform for device in array.devices()} == {"cpu"}:
             for shard in array.addressable_shards:
                 first = shard.data.unsafe_buffer_pointer()
-                # Neighbours lie in one page: allocations follow one another.
+                # Consecutive allocations may share a page.
                 pages.update(range(first // SIZE, (first + shard.data.nbytes - 1) // SIZE + 1))
     if not pages:
         return None
@@ -41,7 +41,7 @@ def advise_huge_pages(arrays: Iterable[jax.Array]) -> threading.Thread | None:
 
 
 def _ask(pages: set[int]) -> None:
-    """If some are of something else by now, or of nothing, no harm is done."""
+    """Asks for huge pages. Pages that were reused or freed meanwhile do no harm."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for page in sorted(pages):

@@ -41,7 +41,7 @@ Tensors = TensorFiles | GGUFTensors
 _EXPERT = re.compile(r"\bexperts\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"\b(?:layers|blk)\.([0-9]{1,9})\.")
 _WEIGHTS = ("weight", "qweight", "weight_packed")
-_CACHE_SCALE = re.compile(r"self_attn(\.attn)?\.[qkv]_scale$")  # of K and V in 8 bits
+_CACHE_SCALE = re.compile(r"self_attn(\.attn)?\.[qkv]_scale$")  # scales of 8-bit K and V caches
 _QUANTIZED = re.compile(r"(scale|scale_inv|scales|qweight|qzeros|g_idx|absmax|zero_point)$")
 
 
@@ -60,13 +60,13 @@ def load_safetensors(
         folder: the directory, or the file.
         family: the model's.
         config: its shape.
-        dtype: to convert to what is not quantised.
+        dtype: dtype of parameters that are not quantised.
         mesh: the devices to shard over; None for one.
         progress: shows the bytes loaded.
 
     Raises:
         CheckpointError: If a file is missing or damaged, a tensor is missing, or has the wrong
-            shape. The message gives its name, the expected and the found shape. All checks come
+            shape. The message gives its name, the expected and the stored shape. All checks come
             before anything is loaded.
     """
     leaves: list[Leaf]
@@ -117,7 +117,7 @@ def load_safetensors(
 
 
 def _where_stored(files: Tensors, leaf: Leaf, config: ModelConfig) -> Leaf:
-    """The leaf, with the place that it has here: a table may be stored as the head alone."""
+    """The leaf with its place in these files: a table may only be stored as the head."""
     if isinstance(files, GGUFTensors):
         return dataclasses.replace(leaf, source=files.source(leaf))
     if not config.tied or not leaf.is_table or files.find(leaf.source.name) is not None:
@@ -134,7 +134,7 @@ def _log_mxfp4(
     quantization: Quantization | None,
     dtype: np.dtype,
 ) -> None:
-    """Says what memory weights take that are not kept as they are stored."""
+    """Logs the memory of weights that are not kept as they are stored."""
     kept: list[ParamSpec] = []
     for leaf in leaves:
         if files.stored(leaf.source.name) in files.mxfp4:
@@ -179,7 +179,7 @@ def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
 
 
 def _is_zero(files: Tensors, name: str) -> bool:
-    """Whether a tensor is all zeros: GPTQ's tools write such biases for models that have none."""
+    """Whether a tensor is all zeros: GPTQ's tools write such biases for models without biases."""
     if not isinstance(files, TensorFiles) or len(files.shape(name)) != 1:
         return False
     return not files.read(name, (slice(None),)).any()
@@ -192,15 +192,15 @@ def _check_rest(
     folder: Path,
     stored: Stored | None,
 ) -> None:
-    """Checks the checkpoint's other tensors. A model that is cut off generates nonsense, and so do
-    weights without their scales."""
+    """Checks the checkpoint's other tensors: without some layers or scales, the model would
+    generate nonsense."""
     texts_only = any(name is not None and OF_LANGUAGE in name for name in used)
     rest = sorted(
         name
         for name in files.names - used
-        if not (texts_only and OF_LANGUAGE not in name)  # of images
+        if not (texts_only and OF_LANGUAGE not in name)  # for images
         and not name.endswith("rotary_emb.inv_freq")  # computed
-        and not (config.tied and name == files.stored(HEAD))  # the same table once more
+        and not (config.tied and name == files.stored(HEAD))  # the same table again
         and not (stored is not None and name.endswith(".bias") and _is_zero(files, name))
     )
     for name in rest:
@@ -245,9 +245,9 @@ def _load_leaf(
         if math.prod(part.stop - part.start for part in stored) == 0:
             return block
         if not source.stacked and len(stored) == 3:
-            for place, one in enumerate(range(stored[0].start, stored[0].stop)):
+            for place, axis in enumerate(range(stored[0].start, stored[0].stop)):
                 block[place] = _read(
-                    files, source, source.name, (slice(one, one + 1), *stored[1:])
+                    files, source, source.name, (slice(axis, axis + 1), *stored[1:])
                 )[0]
             return block
         if not source.stacked:
@@ -262,7 +262,7 @@ def _load_leaf(
 
 
 def _read(files: Tensors, source: HFTensor, name: str, index: Index) -> np.ndarray:
-    """Part of a tensor, by the index of what it makes."""
+    """Part of a tensor, by an index into the parameter."""
     index = index[::-1] if source.transpose else index
     if source.rows is not None:
         first = source.rows[0]
@@ -285,33 +285,33 @@ def _load_packed(
     scheme, specs = leaf.scheme(quantization), leaf.stored(quantization)
     assert scheme is not None and isinstance(specs, Quantized)
     inputs, outputs = leaf.spec.shape[::-1] if leaf.is_table else leaf.spec.shape
-    found = stored.scheme(files, leaf.name, inputs, outputs)
-    if found is None or not found.alike(scheme, inputs):
+    stored_scheme = stored.scheme(files, leaf.name, inputs, outputs)
+    if stored_scheme is None or not stored_scheme.alike(scheme, inputs):
         raise CheckpointError(f"{leaf.name} is quantised otherwise than the model's config says")
     group = scheme.group or inputs
 
-    # Numbers, scales and zero points of a shard are read one after another.
+    # The numbers, scales and zero points of a shard are read one after another.
     @functools.lru_cache(maxsize=1)
     def numbers(first: int, last: int, begin: int, end: int) -> Numbers:
         return stored.read(files, leaf.name, slice(first, last), slice(begin, end), scheme)
 
     def reading(part: int, spec: ParamSpec) -> Callable[[Index], np.ndarray]:
         def read(index: Index) -> np.ndarray:
-            block = np.zeros([one.stop - one.start for one in index], jnp.dtype(spec.dtype))
+            block = np.zeros([axis.stop - axis.start for axis in index], jnp.dtype(spec.dtype))
             rows, columns = index[::-1] if leaf.is_table else index
-            each = group if part else 8 // scheme.bits  # inputs of each
-            first, last = rows.start * each, rows.stop * each
+            per_unit = group if part else 8 // scheme.bits  # inputs of each word or group
+            first, last = rows.start * per_unit, rows.stop * per_unit
             columns = slice(columns.start, max(columns.start, min(columns.stop, outputs)))
-            if columns.start == columns.stop:  # pads the vocabulary
+            if columns.start == columns.stop:  # padding of the vocabulary
                 return block
             whole = slice(first // group * group, -(-last // group) * group)
-            found = numbers(whole.start, whole.stop, columns.start, columns.stop)[part]
-            assert found is not None
+            values = numbers(whole.start, whole.stop, columns.start, columns.stop)[part]
+            assert values is not None
             if not part:
-                found = found[first - whole.start : last - whole.start]
-                found = found if scheme.bits == 8 else pack_pairs(found, 0)
-            found = found.T if leaf.is_table else found
-            block[tuple(slice(size) for size in found.shape)] = found
+                values = values[first - whole.start : last - whole.start]
+                values = values if scheme.bits == 8 else pack_pairs(values, 0)
+            values = values.T if leaf.is_table else values
+            block[tuple(slice(size) for size in values.shape)] = values
             return block
 
         return read

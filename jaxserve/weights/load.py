@@ -1,4 +1,4 @@
-"""Loads a model's parameters, whatever format they are stored in."""
+"""Loads a model's parameters from any format."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def load_params(
     seed: int = 0,
     progress: Show = Show.NOTHING,
 ) -> Params:
-    """The family's parameter tree on the target devices, as a checkpoint has it.
+    """The family's parameter tree on the target devices, structured as in checkpoints.
 
     Args:
         path: checkpoint directory, or a GGUF file; not needed (may be None or "") with load_format
             "random".
-        dtype: what the parameters are converted to that are not quantised.
-        mesh: cut over its "tensor" axis; None: whole, on the first device.
-        load_format: "auto" takes what there is: Orbax before safetensors.
-        seed: of random parameters.
-        progress: whether to show it, and how.
+        dtype: dtype of parameters that are not quantised.
+        mesh: parameters are cut over its "tensor" axis; None: whole, on the first device.
+        load_format: "auto" takes the format that is there, Orbax before safetensors.
+        seed: seed of random parameters.
+        progress: shows the progress; None shows none.
 
     Raises:
-        CheckpointError: A missing path, file, tensor, a wrong shape, an unknown format, a value
-            that is NaN or infinite.
+        CheckpointError: If a path, file or tensor is missing, a shape is wrong, the format is
+            unknown, or a value is NaN or infinite.
         ValueError: If the model cannot be cut over the mesh.
     """
     if mesh is not None:
@@ -92,7 +92,7 @@ def load_params(
 def _load_orbax(
     folder: Path, family: Family, config: ModelConfig, dtype: jnp.dtype, mesh: Mesh | None
 ) -> Params:
-    """As it is stored, then quantised if that is still to be done."""
+    """Loads it as it is stored, then quantises it if needed."""
     if not config.quantization or is_quantized(folder):
         return load_orbax(folder, family, config, dtype=dtype, mesh=mesh)
     wide = dataclasses.replace(config, quantization=None)
@@ -104,8 +104,8 @@ def _load_orbax(
 
 
 def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
-    """CheckpointError if a parameter is NaN or infinite, since a single NaN makes every token
-    nonsense. Checked on the devices, one array after the other."""
+    """Raises CheckpointError if a parameter is NaN or infinite, since a single NaN makes every
+    token nonsense. Checked on the devices, one array after the other."""
     paths = [
         (path, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -121,7 +121,8 @@ def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
 
 @functools.cache
 def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
-    """Whether each shard is finite, bool [shards]: no host waits for another one's files."""
+    """Whether each shard is finite, bool [shards]. By shard, so that no host waits for another
+    host's files."""
 
     def check(shard: jax.Array) -> jax.Array:
         wide = shard.astype(jnp.float32) if shard.dtype.itemsize == 1 else shard
@@ -147,8 +148,8 @@ def _all_own(finite: jax.Array) -> bool:
 def fuse_loaded(
     params: Params, family: Family, config: ModelConfig, mesh: Mesh | None = None
 ) -> Params:
-    """Fuses q, k and v of each layer into one array, on the devices. Deletes those of `params`
-    layer by layer, so that never more than one layer's are there twice.
+    """Fuses q, k and v of each layer into one array, on the devices. Deletes the parts from
+    `params` layer by layer, so that at most one layer is in memory twice.
 
     Args:
         params: as loaded.
@@ -179,14 +180,14 @@ def fuse_loaded(
 
 
 def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
-    """Turns the kernels of projections to [out, in] where a device alone multiplies few rows faster
-    so, and deletes those of `params` one by one. K's and V's stay as they are where they are apart:
-    hidden caches read them. Weights of few bits multiply what is rounded to bfloat16 if that is the
-    model's `dtype`, as its own weights would."""
+    """Transposes the kernels of projections to [out, in] if a single device multiplies few rows
+    faster with them, and deletes the originals from `params` one by one. If K and V are separate
+    they stay as they are, since hidden caches read them. Inputs of quantised weights are rounded to
+    bfloat16 if that is the model's `dtype`, as for its unquantised weights."""
     inputs = "bfloat16" if jnp.dtype(dtype) == jnp.bfloat16 else None
 
     def for_kernels(weights: Quantized) -> Quantized:
-        """With scales as they want them in each step."""
+        """The weights with scales in the form that the kernels read in each step."""
         return dataclasses.replace(weights, scale=weights.scale.astype(jnp.float32), inputs=inputs)
 
     def turned(node: Any) -> Any:
@@ -212,7 +213,7 @@ def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
 def _joining(
     config: ModelConfig, shards: int, sharding: jax.sharding.Sharding
 ) -> Callable[[tuple[jax.Array, ...]], jax.Array]:
-    """`side_by_side` onto a sharding: compiled once for all layers."""
+    """`side_by_side` with this sharding, compiled once for all layers."""
     return jax.jit(
         functools.partial(side_by_side, config=config, shards=shards), out_shardings=sharding
     )

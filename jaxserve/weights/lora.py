@@ -1,7 +1,6 @@
-"""Adapters (LoRA) as PEFT saves them: adapter_config.json and adapter_model.safetensors.
-
-They may come from anybody and while others are served, so a file is read whole, bounded, and
-checked against the model before anything is made of it.
+"""Adapters (LoRA) in PEFT's format: adapter_config.json and adapter_model.safetensors. They may be
+untrusted and come while requests are served. So a file's size is bounded, and it is read whole and
+checked against the model before it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ T = TypeVar("T")
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG = 1 << 20  # bytes
-_HEADER = 16 << 20  # bytes that names and metadata of the tensors may take
+_HEADER = 16 << 20  # most bytes of the tensors' names and metadata
 _PREFIX = "base_model.model."
 _HALVES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _DTYPES = {
@@ -39,7 +38,7 @@ _DTYPES = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
 }
-# Fields that change what an adapter means in ways that are not served, unless they say no.
+# Fields that change an adapter's meaning in ways that are not supported, unless they are off.
 _UNSERVED = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -58,7 +57,7 @@ _UNSERVED = (
     "use_dora",
     "use_qalora",
 )
-_CHANGING_INIT = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base, too
+_CHANGING_INIT = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they also change the base model
 
 
 @dataclass(frozen=True)
@@ -66,10 +65,10 @@ class LoadedAdapter:
     """An adapter, ready for the device.
 
     Attributes:
-        arrays: NumPy arrays as `jaxserve.models.lora.make_put` takes them, of `columns`.
-        rank: its own.
-        columns: that it takes, its rank's bucket.
-        digest: of all that it changes: equal ones give equal text.
+        arrays: NumPy arrays for `jaxserve.models.lora.make_put`, with `columns` columns.
+        rank: its rank.
+        columns: columns that it takes, the bucket of its rank.
+        digest: hash of everything that affects outputs: equal digests give equal text.
     """
 
     arrays: Layers
@@ -91,23 +90,23 @@ def load_adapter(
     """Reads and checks an adapter. Any thread may call this.
 
     Args:
-        folder: as PEFT saves it.
+        folder: a folder saved by PEFT.
         family: the model's.
         config: its shape.
-        slots: the room that there is.
-        fused: whether q, k and v are, see `jaxserve.models.fused`.
-        dtype: that it is kept in.
-        root: folder that it has to be in, its files included, wherever links lead; None for any.
+        slots: the room for adapters.
+        fused: whether q, k and v are fused, see `jaxserve.models.fused`.
+        dtype: dtype in which the adapter is kept.
+        root: folder that must contain it and its files, with links resolved; None for any.
 
     Raises:
-        CheckpointError: If a file is missing, elsewhere or damaged, the adapter is for another
-            model, too large, or of a kind that is not served.
+        CheckpointError: If a file is missing, outside of the root or damaged, or the adapter is for
+            another model, too large, or of an unsupported kind.
     """
-    found = list(projections(family, config, fused=fused))
+    every = list(projections(family, config, fused=fused))
     modules: dict[str, list[Projection]] = {}
-    for one in found:
-        modules.setdefault(one.leaf.name, []).append(one)
-    values = sum(sum(one.leaf.spec.shape) for one in found) * slots.rank
+    for projection in every:
+        modules.setdefault(projection.leaf.name, []).append(projection)
+    values = sum(sum(projection.leaf.spec.shape) for projection in every) * slots.rank
     fields = _read(folder, CONFIG, root, lambda path: read_json(path, MAX_CONFIG))
     if not isinstance(fields, dict):
         raise CheckpointError(f"{CONFIG} does not hold a JSON object")
@@ -120,8 +119,8 @@ def load_adapter(
 
 
 def _read(folder: Path, name: str, root: Path | None, read: Callable[[Path], T]) -> T:
-    """What a file in the folder holds. CheckpointError if it cannot be read, or is not under the
-    root, wherever links lead."""
+    """The content of a file in the folder. Raises CheckpointError if it cannot be read, or is not
+    under the root with links resolved."""
     try:
         path = Path(os.path.realpath(folder.expanduser() / name, strict=True))
         if root is not None:
@@ -137,7 +136,7 @@ def _read(folder: Path, name: str, root: Path | None, read: Callable[[Path], T])
 
 
 class _Settings:
-    """What adapter_config.json says. CheckpointError names an unsupported field."""
+    """The settings in adapter_config.json. CheckpointError names an unsupported field."""
 
     def __init__(self, fields: Mapping[str, Any], slots: LoraSlots) -> None:
         self._fields = fields
@@ -174,8 +173,8 @@ class _Settings:
         halves: Mapping[str, Mapping[str, np.ndarray]],
         modules: Mapping[str, Sequence[Projection]],
     ) -> None:
-        """CheckpointError unless both halves of each projection have its shape, and all are there
-        that the config says are."""
+        """Raises CheckpointError unless both halves of each projection have the right shape, and
+        all projections that the config names are there."""
         for module, both in halves.items():
             for half, name in (("A", "lora_A"), ("B", "lora_B")):
                 if half not in both:
@@ -214,23 +213,23 @@ class _Settings:
 
 
 def _of_names(names: Any, field: str, modules: Iterable[str]) -> set[str]:
-    """The modules that a list of names means; none where it is no list."""
-    found: set[str] = set()
+    """The modules that a list of names means; empty if it is not a list."""
+    matches: set[str] = set()
     for name in names if isinstance(names, list) else ():
         if not isinstance(name, str):
             raise _of_field(field, f"must hold names, got {shown(name)}")
-        found.update(m for m in modules if m == name or m.endswith(f".{name}"))
-    return found
+        matches.update(m for m in modules if m == name or m.endswith(f".{name}"))
+    return matches
 
 
 def _tensors(data: bytes) -> dict[str, np.ndarray]:
     """The tensors of a file, by name."""
     try:
-        found = deserialize(data)
+        entries = deserialize(data)
     except SafetensorError as error:
         raise CheckpointError(f"cannot read {TENSORS}: {error}") from None
     tensors = {}
-    for name, about in found:
+    for name, about in entries:
         dtype = _DTYPES.get(about["dtype"])
         if dtype is None:
             raise CheckpointError(
@@ -252,11 +251,11 @@ def _halves(
     """A and B of each projection, by its name in the model."""
     halves: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
-        suffix = next((each for each in _HALVES if name.endswith(each)), "")
+        suffix = next((half for half in _HALVES if name.endswith(half)), "")
         module = name.removesuffix(suffix).removeprefix(_PREFIX)
         module = module if module in modules else prefix + module
         if not suffix or module not in modules:
-            known = ", ".join(dict.fromkeys(one[0].target for one in modules.values()))
+            known = ", ".join(dict.fromkeys(entry[0].target for entry in modules.values()))
             raise CheckpointError(
                 f"tensor {name!r:.200} is not of a projection that adapters may change ({known})"
             )
@@ -280,7 +279,8 @@ def _packed(
     slots: LoraSlots,
     dtype: np.dtype,
 ) -> LoadedAdapter:
-    """All of it as its columns take it; CheckpointError if it is not finite in that dtype."""
+    """The adapter's arrays in the form of its columns. Raises CheckpointError if a value is not
+    finite in that dtype."""
     layers: list[dict[str, tuple[list[np.ndarray], list[np.ndarray]]]] = []
     digest, rank = blake2b(digest_size=16), settings.rank
     columns = bucket(rank)
@@ -322,7 +322,7 @@ def _packed(
 
 
 def _has_room(place: str, modules: Mapping[str, Sequence[Projection]], slots: LoraSlots) -> bool:
-    """Whether slots have room for that place, see `jaxserve.models.lora.adapter_specs`."""
+    """Whether the slots have room for that projection, see `jaxserve.models.lora.adapter_specs`."""
     if not slots.targets:
         return True
     return any(

@@ -1,5 +1,5 @@
-"""MXFP4 weights of experts, made wide as they are read (OCP Microscaling Formats 1.0, section 5;
-gpt-oss's checkpoints).
+"""MXFP4 weights of experts, dequantised when they are read (OCP Microscaling Formats 1.0, section
+5; gpt-oss's checkpoints).
 
 A weight W of E experts, each [in, out], is two tensors of bytes: W_blocks [E, out, in / 32, 16],
 two numbers of 4 bits (e2m1) in each, the first in its low half, and W_scales [E, out, in / 32],
@@ -16,18 +16,18 @@ import numpy as np
 from jaxserve.weights.errors import CheckpointError
 
 BLOCK = 32  # numbers that share a scale
-METHOD = "mxfp4"  # as quant_method
+METHOD = "mxfp4"  # the quant_method
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _NUMBERS = np.array([*_SIZES, *(-size for size in _SIZES)], np.float32)
-# Both numbers of a byte as one word: NumPy looks up words several times as fast as pairs.
+# Both numbers of a byte as one word: NumPy looks up words several times faster than pairs.
 _PAIRS = np.stack([_NUMBERS[np.arange(256) & 15], _NUMBERS[np.arange(256) >> 4]], axis=1)
 _WORDS = _PAIRS.view(np.uint64)[:, 0].copy()
 _OFFSET, _NAN = 127, 255
 
 
 def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The numbers of blocks, float32 [..., in]. NaN where a scale is.
+    """The numbers of blocks, float32 [..., in]. NaN if the scale is NaN.
 
     Args:
         blocks: uint8 [..., in / 32, 16].
@@ -41,22 +41,23 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class Mxfp4:
-    """Such a weight as safetensors' slices are, of BF16, which has all its numbers.
+    """An MXFP4 weight, with the interface of safetensors' slices, as BF16, which represents all its
+    numbers exactly.
 
     Args:
-        name: the weight's.
+        name: the weight's name.
         blocks, scales: slices of its tensors.
 
     Raises:
-        CheckpointError: If they are of other shapes or types.
+        CheckpointError: If they have other shapes or types.
     """
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:
         self._name, self._blocks, self._scales = name, blocks, scales
-        for suffix, found in ((_BLOCKS, blocks), (_SCALES, scales)):
-            if found.get_dtype() != "U8":
+        for suffix, tensor in ((_BLOCKS, blocks), (_SCALES, scales)):
+            if tensor.get_dtype() != "U8":
                 raise CheckpointError(
-                    f"tensor '{name}{suffix}': stored as {found.get_dtype()}, not as bytes (U8)"
+                    f"tensor '{name}{suffix}': stored as {tensor.get_dtype()}, not as bytes (U8)"
                 )
         shape = list(blocks.get_shape())
         if len(shape) != 4 or shape[3] != BLOCK // 2:
@@ -82,13 +83,13 @@ class Mxfp4:
         return self._shape
 
     def get_dtype(self) -> str:
-        """As safetensors has it."""
+        """The dtype, by safetensors' name."""
         return "BF16"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Part of it, float32. CheckpointError where a scale is NaN."""
+        """Part of the weight, float32. Raises CheckpointError if a scale is NaN."""
         experts, inputs, outputs = (
-            slice(*one.indices(size)) for one, size in zip(index, self._shape, strict=True)
+            slice(*axis.indices(size)) for axis, size in zip(index, self._shape, strict=True)
         )
         assert experts.step == inputs.step == 1
         groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
@@ -103,15 +104,16 @@ class Mxfp4:
 
 
 def joined(slices: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint's slices by name, with one for each such weight in place of its two tensors.
+    """A checkpoint's slices by name, with one slice for each such weight in place of its two
+    tensors.
 
     Args:
-        slices: of all tensors.
+        slices: the slices of all tensors.
 
     Raises:
-        CheckpointError: If one of the two is missing, or they do not fit together.
+        CheckpointError: If one of the two tensors is missing, or they do not fit together.
     """
-    found = dict(slices)
+    result = dict(slices)
     for suffix, other in ((_BLOCKS, _SCALES), (_SCALES, _BLOCKS)):
         for name in slices:
             weight = name.removesuffix(suffix)
@@ -120,6 +122,6 @@ def joined(slices: Mapping[str, Any]) -> dict[str, Any]:
                     f"the checkpoint has no tensor '{weight}{other}', but {name!r}"
                 )
     for weight in [n.removesuffix(_BLOCKS) for n in slices if n.endswith(_BLOCKS)]:
-        blocks, scales = found.pop(weight + _BLOCKS), found.pop(weight + _SCALES)
-        found[weight] = Mxfp4(weight, blocks, scales)
-    return found
+        blocks, scales = result.pop(weight + _BLOCKS), result.pop(weight + _SCALES)
+        result[weight] = Mxfp4(weight, blocks, scales)
+    return result

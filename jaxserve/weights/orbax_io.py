@@ -27,8 +27,8 @@ def is_orbax(folder: Path) -> bool:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """Of the parameters of a checkpoint written by `save_orbax`. CheckpointError if it is
-    damaged."""
+    """The parameters' names in a checkpoint written by `save_orbax`. Raises CheckpointError if it
+    is damaged."""
     import orbax.checkpoint as ocp
 
     location = (folder / FOLDER).resolve()
@@ -43,7 +43,7 @@ def stored_names(folder: Path) -> list[str]:
 
 
 def save_orbax(folder: Path, params: Params) -> None:
-    """Writes the parameters to `folder`/params, replacing what is there."""
+    """Writes the parameters to `folder`/params, replacing existing ones."""
     import orbax.checkpoint as ocp
 
     flat = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
@@ -61,14 +61,14 @@ def load_orbax(
         folder: the directory.
         family: the model's.
         config: its shape.
-        dtype: to convert to what is not quantised.
+        dtype: dtype of parameters that are not quantised.
         mesh: the devices to shard over; None for one.
 
     Raises:
-        CheckpointError: If it is not such a checkpoint, a parameter is missing or has the wrong
-            shape, or files are damaged.
+        CheckpointError: If the folder has no such checkpoint, a parameter is missing or has the
+            wrong shape, or files are damaged.
     """
-    import orbax.checkpoint as ocp  # late: a quarter of a second, and most models need none
+    import orbax.checkpoint as ocp  # late: takes 0.25 s, and most models do not need it
 
     if not is_orbax(folder):
         raise CheckpointError(f"no Orbax checkpoint in {folder / FOLDER}")
@@ -79,7 +79,7 @@ def load_orbax(
             sharding=param_sharding(mesh, spec),
             global_shape=padded_shape(mesh, spec),
             dtype=jnp.dtype(spec.dtype or dtype),
-            strict=False,  # zero rows where the vocabulary is padded
+            strict=False,  # pads the vocabulary with zero rows
         )
         for name, spec in specs.items()
     }
@@ -90,15 +90,15 @@ def load_orbax(
             flat = checkpointer.restore(location, restore_args=restore_args)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged file raises whatever the library meets first
+    except Exception as error:  # a damaged file may raise anything
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"cannot read {location}: {reason}") from error
     return jax.tree.unflatten(treedef, [flat[name] for name in specs])
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Orbax runs its reads in a loop that ends with the first one that fails. The others end later,
-    and each would print that the loop is closed."""
+    """Orbax runs its reads in a loop that ends with the first failed read. The other reads end
+    later, and each would print that the loop is closed."""
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, **options: Any

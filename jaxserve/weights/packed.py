@@ -1,6 +1,6 @@
 """Quantised weights as Hugging Face checkpoints store them: GPTQ, AWQ, compressed-tensors, fp8.
 
-Each weight is unpacked shard by shard to `Quantized`'s numbers, whatever order they lie in.
+Each weight is unpacked shard by shard to the numbers of `Quantized`, from any order.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxserve.models.quantized import Scheme
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.tensors import TensorFiles
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the eight columns of a word lie, low bits first
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # order of the eight columns in a word, low bits first
 _WORD = 32
 _OTHER_ZEROS = "a symmetric weight has other zero points"
 _SCALES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-# Of quantised activations and caches, which are kept wide here.
+# Scales of quantised activations and caches, which are not quantised here.
 UNUSED = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "weight_shape")
 
 
@@ -41,8 +41,8 @@ class Numbers(NamedTuple):
 
 
 class Stored(Protocol):
-    """How the weights of a checkpoint are quantised that are kept so: see `Format`. files: the
-    checkpoint's tensors."""
+    """The stored format of weights that stay quantised, see `Format`. files: the checkpoint's
+    tensors."""
 
     def tensors(self, files: Any, name: str) -> list[str]:
         """See `Format`."""
@@ -63,10 +63,10 @@ class Format:
 
     Attributes:
         method: "gptq", "awq" or "float" (compressed-tensors, and fp8 by itself).
-        symmetric: its zero points are all the middle.
+        symmetric: all zero points are in the middle of the range.
         offset: added to the zero points of GPTQ.
         block: outputs and inputs that share a scale; None if not by block.
-        activations: they were meant to be quantised, too.
+        activations: whether activations were meant to be quantised, too.
     """
 
     method: str
@@ -76,22 +76,21 @@ class Format:
     activations: bool = False
 
     def tensors(self, files: TensorFiles, name: str) -> list[str]:
-        """The stored names of what belongs to the weight called `name`."""
+        """The stored names of the tensors of the weight called `name`."""
         suffixes = {"qweight", "qzeros", "scales", "g_idx"} if self.method != "float" else _FLOAT
-        found = (files.stored(f"{name}.{suffix}") for suffix in (*suffixes, *UNUSED))
-        return [one for one in found if one is not None]
+        names = (files.stored(f"{name}.{suffix}") for suffix in (*suffixes, *UNUSED))
+        return [stored_name for stored_name in names if stored_name is not None]
 
     def scheme(self, files: TensorFiles, name: str, inputs: int, outputs: int) -> Scheme | None:
         """How a weight is stored, by the shapes of its tensors. None if it is not quantised.
 
         Args:
             files: the checkpoint's tensors.
-            name: the weight's, without ".weight".
+            name: the weight's name, without ".weight".
             inputs, outputs: its size.
 
         Raises:
-            CheckpointError: If it is stored in a way that is not supported, or its tensors do not
-                fit together.
+            CheckpointError: If its format is not supported, or its tensors do not fit together.
         """
         return _KINDS[self.method][0](self, files, name, inputs, outputs)
 
@@ -102,14 +101,14 @@ class Format:
 
         Args:
             files: the checkpoint's tensors.
-            name: the weight's, without ".weight".
-            inputs: which, whole groups.
-            outputs: which.
-            scheme: the weight's.
+            name: the weight's name, without ".weight".
+            inputs: range of inputs, in whole groups.
+            outputs: range of outputs.
+            scheme: the weight's scheme.
 
         Raises:
-            CheckpointError: If a scale is 0, or no finite number. Some are below 0: the numbers are
-                turned then.
+            CheckpointError: If a scale is 0 or not finite. Negative scales are made positive by
+                negating the numbers.
         """
         numbers = _KINDS[self.method][1](self, files, name, inputs, outputs, scheme)
         wide = numbers.scale.astype(np.float32)
@@ -119,12 +118,13 @@ class Format:
 
 
 class Unpacked:
-    """A quantised weight as safetensors' slices are, of float32: made wide as it is read.
+    """A quantised weight with the interface of safetensors' slices of float32: dequantised when it
+    is read.
 
     Args:
         form: how it is stored.
         files: its tensors.
-        name: the weight's, without ".weight".
+        name: the weight's name, without ".weight".
     """
 
     def __init__(self, form: Format, files: TensorFiles, name: str) -> None:
@@ -139,39 +139,39 @@ class Unpacked:
         return [self._outputs, self._inputs]
 
     def get_dtype(self) -> str:
-        """As safetensors has it."""
+        """The dtype, by safetensors' name."""
         return "F32"
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         outputs, inputs = (
-            slice(*one.indices(size)) for one, size in zip(index, self.get_shape(), strict=True)
+            slice(*axis.indices(size)) for axis, size in zip(index, self.get_shape(), strict=True)
         )
         group = self._scheme.group or self._inputs
         whole = slice(inputs.start // group * group, -(-inputs.stop // group) * group)
-        found = self._form.read(self._files, self._name, whole, outputs, self._scheme)
-        wide = found.q.astype(np.float32)
-        if found.zero is not None:
-            wide -= np.repeat(found.zero, group, axis=0)
-        wide *= np.repeat(found.scale.astype(np.float32), group, axis=0)
+        numbers = self._form.read(self._files, self._name, whole, outputs, self._scheme)
+        wide = numbers.q.astype(np.float32)
+        if numbers.zero is not None:
+            wide -= np.repeat(numbers.zero, group, axis=0)
+        wide *= np.repeat(numbers.scale.astype(np.float32), group, axis=0)
         return wide[inputs.start - whole.start : inputs.stop - whole.start].T
 
 
 def all_unpacked(form: Format, files: TensorFiles) -> dict[str, Any]:
     """The slices of a checkpoint by name, with one for each quantised weight in place of its
-    tensors. CheckpointError as `Format.scheme`."""
-    found: dict[str, Any] = {}
+    tensors. Raises CheckpointError as `Format.scheme` does."""
+    slices: dict[str, Any] = {}
     used: set[str] = set()
     marks = (".qweight",) if form.method != "float" else (".weight_packed", ".weight")
     for name in files.names:
         module = next((name.removesuffix(mark) for mark in marks if name.endswith(mark)), None)
         if module is None or (name.endswith(".weight") and files.dtype(name) not in _STORED):
             continue
-        found[f"{module}.weight"] = Unpacked(form, files, module)
+        slices[f"{module}.weight"] = Unpacked(form, files, module)
         used.update(form.tensors(files, module))
-    if not found:
+    if not slices:
         raise CheckpointError("its config says that weights are quantized, but no tensor is")
     rest = {name: files.find(name) for name in files.names if name not in used}
-    return rest | found
+    return rest | slices
 
 
 def _size(form: Format, files: TensorFiles, name: str) -> tuple[int, int]:
@@ -193,7 +193,7 @@ def _size(form: Format, files: TensorFiles, name: str) -> tuple[int, int]:
 
 
 def unpack(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """int32 words as the 4- or 8-bit numbers in them along an axis, low bits first: uint8."""
+    """The 4- or 8-bit numbers in int32 words, uint8, along an axis, low bits first."""
     moved = np.ascontiguousarray(np.moveaxis(words, axis, -1)).astype("<i4", copy=False)
     numbers = moved.view(np.uint8)
     if bits == 4:
@@ -214,7 +214,8 @@ def pack(numbers: np.ndarray, bits: int, axis: int) -> np.ndarray:
 
 
 def _of_words(name: str, packed: tuple[int, ...], axis: int, inputs: int, outputs: int) -> int:
-    """4 or 8, by the shape of packed inputs along an axis; CheckpointError for anything else."""
+    """Bits of packed numbers, 4 or 8, by the shape of packed inputs along an axis. Raises
+    CheckpointError for other shapes."""
     shape = [inputs, outputs] if axis == 0 else [outputs, inputs]
     for bits in (4, 8):
         shape[axis] = -(-inputs * bits // _WORD)
@@ -227,7 +228,7 @@ def _of_words(name: str, packed: tuple[int, ...], axis: int, inputs: int, output
 
 
 def _group(name: str, scales: int, inputs: int) -> int:
-    """Inputs of each of so many groups, 0 for all."""
+    """Inputs of each group for this many groups; 0 if there is one group."""
     if scales < 1 or inputs % scales:
         raise CheckpointError(f"{name}: {scales} groups do not divide its {inputs} inputs")
     return inputs // scales if scales > 1 else 0
@@ -243,7 +244,7 @@ def _scale_dtype(files: TensorFiles, name: str) -> str:
 def _scheme_of_words(
     form: Format, files: TensorFiles, name: str, inputs: int, outputs: int
 ) -> Scheme | None:
-    """Of GPTQ and AWQ."""
+    """The scheme of a weight of GPTQ or AWQ."""
     if files.stored(f"{name}.qweight") is None:
         return None
     packed, scales = files.shape(f"{name}.qweight"), files.shape(f"{name}.scales")
@@ -272,7 +273,7 @@ def _scheme_of_words(
 
 
 def _refuse_order(files: TensorFiles, name: str, group: int, inputs: int) -> None:
-    """CheckpointError where inputs are not in groups one after another."""
+    """Raises CheckpointError if groups of inputs are not contiguous."""
     if files.stored(name) is None:
         return
     files.check(name, (inputs,), ("I32",))
@@ -286,14 +287,14 @@ def _refuse_order(files: TensorFiles, name: str, group: int, inputs: int) -> Non
 def _read_words(
     form: Format, files: TensorFiles, name: str, inputs: slice, outputs: slice, scheme: Scheme
 ) -> Numbers:
-    bits, each = scheme.bits, _WORD // scheme.bits
+    bits, per_word = scheme.bits, _WORD // scheme.bits
     group = scheme.group or inputs.stop
     groups = slice(inputs.start // group, inputs.stop // group)
-    words = slice(outputs.start // each, -(-outputs.stop // each))
-    mine = slice(outputs.start - words.start * each, outputs.stop - words.start * each)
+    words = slice(outputs.start // per_word, -(-outputs.stop // per_word))
+    mine = slice(outputs.start - words.start * per_word, outputs.stop - words.start * per_word)
     zeros = unpack(files.read(f"{name}.qzeros", (groups, words)), bits, 1)
     if form.method == "gptq":
-        rows = slice(inputs.start // each, inputs.stop // each)
+        rows = slice(inputs.start // per_word, inputs.stop // per_word)
         q = unpack(files.read(f"{name}.qweight", (rows, outputs)), bits, 0)
     else:
         q = _reordered(unpack(files.read(f"{name}.qweight", (inputs, words)), bits, 1))[:, mine]
@@ -310,7 +311,7 @@ def _read_words(
 
 
 def _reordered(numbers: np.ndarray) -> np.ndarray:
-    """AWQ's columns in their own order."""
+    """AWQ's columns in their natural order."""
     words = numbers.reshape(len(numbers), -1, len(AWQ_ORDER))
     return words[..., AWQ_ORDER].reshape(numbers.shape)
 
@@ -325,7 +326,7 @@ _STORED = {"I8": "int8", "F8_E4M3": "fp8"}
 def _scheme_of_floats(
     form: Format, files: TensorFiles, name: str, inputs: int, outputs: int
 ) -> Scheme | None:
-    """Of compressed-tensors, and of fp8 by itself."""
+    """The scheme of a weight of compressed-tensors, or of plain fp8."""
     packed = files.stored(f"{name}.weight_packed") is not None
     whole = f"{name}.weight"
     if not packed and (files.stored(whole) is None or files.dtype(whole) not in _STORED):
@@ -360,8 +361,8 @@ def _scheme_of_floats(
 def _check_zero_point(
     form: Format, files: TensorFiles, name: str, bits: int, groups: int, outputs: int
 ) -> None:
-    """Raises CheckpointError unless zero points are there where there must be some, and of a
-    symmetric weight, if they are, all are the middle. bits: of packed weights, else 0."""
+    """Raises CheckpointError if required zero points are missing, or a symmetric weight has zero
+    points outside the middle. bits: bits of packed weights, else 0."""
     there = files.stored(name) is not None
     shape = (-(-outputs * bits // _WORD) if bits else outputs, groups)
     if not form.symmetric:
@@ -412,16 +413,16 @@ def _read_floats(
             raise CheckpointError(f"tensor '{name}.weight' has NaN")
     else:
         bits = scheme.bits
-        each, middle = _WORD // bits, 1 << (bits - 1)
-        words = slice(inputs.start // each, -(-inputs.stop // each))
+        per_word, middle = _WORD // bits, 1 << (bits - 1)
+        words = slice(inputs.start // per_word, -(-inputs.stop // per_word))
         q = unpack(files.read(f"{name}.weight_packed", (outputs, words)), bits, 1)
         q = _signed(
-            q[:, inputs.start - words.start * each :][:, : inputs.stop - inputs.start], middle
+            q[:, inputs.start - words.start * per_word :][:, : inputs.stop - inputs.start], middle
         )
         if scheme.zero:
-            words = slice(outputs.start // each, -(-outputs.stop // each))
+            words = slice(outputs.start // per_word, -(-outputs.stop // per_word))
             zero = unpack(files.read(f"{name}.weight_zero_point", (words, groups)), bits, 0)
-            first = outputs.start - words.start * each
+            first = outputs.start - words.start * per_word
             zero = _signed(zero[first : first + outputs.stop - outputs.start], middle)
     return Numbers(q.T, scale.T, None if zero is None else zero.T)
 

@@ -22,9 +22,9 @@ def random_params(
     Args:
         family: the model's.
         config: its shape.
-        dtype: of the parameters that are not quantised.
+        dtype: dtype of the parameters that are not quantised.
         mesh: the devices to shard over; None for one.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
     """
     specs, treedef = jax.tree.flatten(family.param_specs(config))
     keys = jax.random.split(jax.random.key(seed), len(specs))
@@ -52,7 +52,7 @@ def _constant(
 
 @functools.cache
 def _drawing(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
-    """`_draw` onto a sharding: compiled once for all layers' arrays of one shape."""
+    """`_draw` with this sharding, compiled once for all arrays of one shape."""
     return jax.jit(_draw, static_argnums=(1, 2, 3, 4), out_shardings=sharding)
 
 
@@ -73,7 +73,7 @@ def _draw(
 
 @functools.cache
 def _drawing_pairs(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
-    """Two numbers of 4 bits in each int8."""
+    """Draws two 4-bit numbers in each int8."""
 
     def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         low, high = jax.random.randint(key, (2, *shape), -7, 8, jnp.int8)

@@ -1,5 +1,5 @@
-"""How a checkpoint says that vectors are made of its hidden states: the files that
-sentence-transformers writes beside it, modules.json and its pooling module's config.json."""
+"""A checkpoint's pooling of hidden states into vectors, from the files that sentence-transformers
+writes: modules.json and its pooling module's config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.weights.errors import CheckpointError, read_json
 
 MODULES = "modules.json"
 _TYPES = {"lasttoken": PoolingType.LAST, "mean": PoolingType.MEAN, "cls": PoolingType.CLS}
-# In configs that have a flag each, instead of `pooling_mode`.
+# Flags in configs without `pooling_mode`.
 _FLAGS = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",
@@ -26,11 +26,10 @@ _FLAGS = {
 
 
 def load_pooling(path: str | Path) -> PoolingParams:
-    """How a checkpoint's vectors are made; of one that does not say, from the last token, and
-    normalised.
+    """How a checkpoint's vectors are made; by default from the last token, normalised.
 
     Raises:
-        CheckpointError: If a file is no such file, or says what is not supported.
+        CheckpointError: If a file is malformed, or asks for something that is not supported.
     """
     folder = Path(os.path.expanduser(path))
     if not path or not is_embedder(folder):
@@ -50,7 +49,7 @@ def load_pooling(path: str | Path) -> PoolingParams:
 
 
 def is_embedder(folder: Path) -> bool:
-    """Whether a checkpoint is for vectors, as far as its files say."""
+    """Whether a checkpoint is for vectors, by its files."""
     return os.path.lexists(folder / MODULES)
 
 
@@ -58,13 +57,15 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     """The last part of each module's type, and its folder."""
     file = folder / MODULES
     try:
-        found: Any = read_any_json(file)
+        listed: Any = read_any_json(file)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {file}: {error}") from error
     modules = []
-    for each in found if isinstance(found, list) else [None]:
-        kind, where = (each.get("type"), each.get("path")) if isinstance(each, dict) else (0, 0)
-        # Next to it, and nowhere else on this machine.
+    for module in listed if isinstance(listed, list) else [None]:
+        kind, where = (
+            (module.get("type"), module.get("path")) if isinstance(module, dict) else (0, 0)
+        )
+        # Only below the checkpoint, nowhere else on this machine.
         if not isinstance(kind, str) or not isinstance(where, str) or where != Path(where).name:
             raise CheckpointError(f"{file}: must be a list of modules, each with a type and a path")
         modules.append((kind.rpartition(".")[2], where))

@@ -22,7 +22,7 @@ from jaxserve.weights.mxfp4 import Mxfp4, joined
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 OF_LANGUAGE = "language_model."
-"""What names have in them of the part that computes texts, in models of images, too."""
+"""Part of the names of text tensors in models that also take images."""
 STORED_DTYPES = ("F32", "F16", "BF16", "F64")
 FLOAT8 = "F8_E4M3"
 
@@ -41,12 +41,12 @@ class TensorFiles:
         folder: directory with *.safetensors files and, if sharded, their index.
         prefix: prefix of tensor names that the checkpoint may have left out, or added, beside
             `OF_LANGUAGE`.
-        mxfp4: weights stored so are read wide, see `jaxserve.weights.mxfp4`.
-        experts: those stored together are read apart, see `jaxserve.weights.fused_experts`.
+        mxfp4: whether MXFP4 weights are dequantised when read, see `jaxserve.weights.mxfp4`.
+        experts: whether fused experts are read one by one, see `jaxserve.weights.fused_experts`.
 
     Raises:
-        CheckpointError: No safetensors files, a file of the index is missing, one is damaged, or
-            two have the same tensor and no index says which counts.
+        CheckpointError: If there are no safetensors files, a file of the index is missing, a file
+            is damaged, or two files have the same tensor and no index says which counts.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TensorFiles:
                             f"it has the tensor {name!r}, and so has {first}; without "
                             f"{ONE_FILE} or an index nobody knows which of them counts"
                         )
-                if any(found.get_dtype() == FLOAT8 for found in slices.values()):
+                if any(tensor.get_dtype() == FLOAT8 for tensor in slices.values()):
                     slices |= {
                         name: part for name, part in _float8_slices(path).items() if name in slices
                     }
@@ -98,7 +98,7 @@ class TensorFiles:
         self._stack.close()
 
     def replace(self, made: Callable[[TensorFiles], dict[str, Any]]) -> None:
-        """Has other slices in place of those that it has. made: gets the files as they are."""
+        """Replaces its slices. made: makes the new slices of the files as they are."""
         before = copy.copy(self)
         self._slices = made(before)
 
@@ -109,17 +109,21 @@ class TensorFiles:
 
     @property
     def mxfp4(self) -> dict[str, int]:
-        """Of weights stored so, by name: the bytes that they are stored in."""
-        found = self._slices.items()
-        return {name: part.nbytes for name, part in found if isinstance(part, Mxfp4)}
+        """Stored bytes of MXFP4 weights, by name."""
+        items = self._slices.items()
+        return {name: part.nbytes for name, part in items if isinstance(part, Mxfp4)}
 
     def stored(self, name: str) -> str | None:
-        """The name that a tensor is stored under, with or without prefixes; None if it is not."""
-        for each in dict.fromkeys((name, _renamed(name))):
-            short = each.removeprefix(self._prefix)
+        """The stored name of a tensor, with or without prefixes; None if it is not stored."""
+        for known_name in dict.fromkeys((name, _renamed(name))):
+            short = known_name.removeprefix(self._prefix)
             candidates = (
-                *(each, short, self._prefix + each),
-                *(OF_LANGUAGE + each, f"{self._prefix}{OF_LANGUAGE}{short}", OF_LANGUAGE + short),
+                *(known_name, short, self._prefix + known_name),
+                *(
+                    OF_LANGUAGE + known_name,
+                    f"{self._prefix}{OF_LANGUAGE}{short}",
+                    OF_LANGUAGE + short,
+                ),
             )
             for candidate in candidates:
                 if candidate in self._slices:
@@ -132,17 +136,18 @@ class TensorFiles:
         return None if stored is None else self._slices[stored]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape; CheckpointError if it is not there."""
+        """The tensor's shape. Raises CheckpointError if it is missing."""
         return tuple(self._found(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """The tensor's dtype, as safetensors has it; CheckpointError if it is not there."""
+        """The tensor's dtype, by safetensors' name. Raises CheckpointError if it is missing."""
         return str(self._found(name).get_dtype())
 
     def check(
         self, name: str, shape: tuple[int, ...], dtypes: Sequence[str] = STORED_DTYPES
     ) -> None:
-        """CheckpointError unless the tensor is there with this shape and one of these dtypes."""
+        """Raises CheckpointError unless the tensor is there with this shape and one of these
+        dtypes."""
         if self.shape(name) != shape:
             raise CheckpointError(
                 f"tensor {name!r}: expected shape {list(shape)}, found {list(self.shape(name))}"
@@ -154,30 +159,30 @@ class TensorFiles:
             )
 
     def _found(self, name: str) -> Any:
-        found = self.find(name)
-        if found is None:
+        tensor = self.find(name)
+        if tensor is None:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
-        return found
+        return tensor
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A copy of part of a checked tensor, in its stored dtype. index: with steps, too."""
-        found = self.find(name)
-        assert found is not None, name
-        if isinstance(found, Mxfp4) or all(one.step is None for one in index):
-            return found[index]
-        steps = tuple(slice(None, None, one.step) for one in index)
-        return found[tuple(slice(one.start, one.stop) for one in index)][steps]
+        """A copy of part of a checked tensor, in its stored dtype. index: may have steps."""
+        tensor = self.find(name)
+        assert tensor is not None, name
+        if isinstance(tensor, Mxfp4) or all(axis.step is None for axis in index):
+            return tensor[index]
+        steps = tuple(slice(None, None, axis.step) for axis in index)
+        return tensor[tuple(slice(axis.start, axis.stop) for axis in index)][steps]
 
 
 def _renamed(name: str) -> str:
-    """A tensor of Mixtral's experts as transformers 5 calls it; others as they are."""
+    """transformers 5's name for a tensor of Mixtral's experts; other names as they are."""
     for old, new in _EXPERTS_RENAMED if _EXPERTS_RENAMED[0][0] in name else ():
         name = name.replace(old, new)
     return name
 
 
 class _Float8:
-    """As safetensors' slices, which know no NumPy dtype for these."""
+    """A slice of float8 values, for which safetensors' slices have no NumPy dtype."""
 
     def __init__(self, values: np.ndarray) -> None:
         self._values = values
@@ -193,7 +198,7 @@ class _Float8:
 
 
 def _float8_slices(path: Path) -> dict[str, _Float8]:
-    """Those of a file that `safe_open` has found right."""
+    """The float8 slices of a file that `safe_open` has accepted."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
@@ -210,11 +215,11 @@ def _float8_slices(path: Path) -> dict[str, _Float8]:
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """A checkpoint's files, and which of them has each tensor, by its index. As transformers has
-    it, `ONE_FILE` counts before an index that does not name it, and alone."""
-    index, one = folder / INDEX, folder / ONE_FILE
+    """A checkpoint's files, and which of them has each tensor, by its index. As in transformers,
+    `ONE_FILE` takes precedence over an index that does not name it, and then is the only file."""
+    index, one_file = folder / INDEX, folder / ONE_FILE
     if not os.path.lexists(index):
-        files = [one] if os.path.lexists(one) else sorted(folder.glob("*.safetensors"))
+        files = [one_file] if os.path.lexists(one_file) else sorted(folder.glob("*.safetensors"))
         if not files:
             instead = without_safetensors(folder)
             raise CheckpointError(f"no *.safetensors files in {folder}: {instead}")
@@ -225,8 +230,8 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or not name or Path(name).name != name:
             raise CheckpointError(f"{index}: weight_map: {tensor!r} is in no file, but in {name!r}")
-    if ONE_FILE not in weight_map.values() and os.path.lexists(one):
-        return [one], {}
+    if ONE_FILE not in weight_map.values() and os.path.lexists(one_file):
+        return [one_file], {}
     files = [folder / name for name in sorted(set(weight_map.values()))]
     missing = [path.name for path in files if not path.exists()]
     if missing:

@@ -1,5 +1,5 @@
-"""Whether the output embedding of a checkpoint is its input embedding, by its tensors: what its
-config.json says may be wrong, or left over from before a training."""
+"""Whether the output embedding of a checkpoint is its input embedding, by its tensors: config.json
+may be wrong or outdated."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from jaxserve.weights.tensors import TensorFiles
 log = logging.getLogger(__name__)
 
 HEAD = "lm_head.weight"
-_ROWS = 4096  # compared at once
+_ROWS = 4096  # rows compared at once
 
 
 def is_tied(folder: Path, family: Family, config: ModelConfig) -> bool:
-    """Whether the model has one table for both, as transformers has it: not where a head is stored
-    that is another table; where only one of the two is stored, if the config says that they are
-    tied, or if it is one for vectors, which needs no head.
+    """Whether the model has one table for both, as in transformers. It has not if a stored head
+    differs from the input table. If only one of the two is stored, it has if the config says that
+    they are tied, or if the model is for vectors and needs no head.
 
     Args:
         folder: a directory, with weights or without.
@@ -55,7 +55,7 @@ def is_tied(folder: Path, family: Family, config: ModelConfig) -> bool:
 
 
 def _packed(files: TensorFiles) -> bool:
-    """Whether there is a head that is quantised."""
+    """Whether there is a quantised head."""
     module = HEAD.removesuffix("weight")
     return any(files.stored(f"{module}{part}") for part in ("qweight", "weight_packed"))
 

@@ -102,7 +102,7 @@ def _experts(hf: Mapping[str, Any], num_layers: int) -> Experts | None:
         what = f"must be a number of layers, got {fields.shown(dense)}"
         raise ValueError(f"config.json: first_k_dense_replace {what}")
     num_experts = fields.positive_int(hf, "n_routed_experts")
-    each = fields.positive_int(hf, "num_experts_per_tok")
+    experts_per_token = fields.positive_int(hf, "num_experts_per_tok")
     groups = per_token = 1
     if fields.one_of(hf, "topk_method", (GREEDY, BY_GROUP)) == BY_GROUP:
         groups = fields.positive_int(hf, "n_group")
@@ -113,17 +113,17 @@ def _experts(hf: Mapping[str, Any], num_layers: int) -> Experts | None:
                 f"be at least topk_group ({per_token})"
             )
     choice = num_experts // groups * per_token
-    if each > choice:
+    if experts_per_token > choice:
         raise ValueError(
             f"config.json: num_experts_per_tok must be at most {choice}, the experts that there "
-            f"are to choose from, got {each}"
+            f"are to choose from, got {experts_per_token}"
         )
     if dense >= num_layers:
         return None
     d_ff = fields.positive_int(hf, "moe_intermediate_size")
     return Experts(
         num_experts=num_experts,
-        experts_per_token=each,
+        experts_per_token=experts_per_token,
         d_ff=d_ff,
         shared_d_ff=d_ff * fields.positive_int(hf, "n_shared_experts"),
         normalised=False,

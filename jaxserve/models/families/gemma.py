@@ -98,11 +98,11 @@ def _of_kind(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Gemma 3's config with the rotation of one kind of layers as that of all. `rope_scaling` is of
     layers without a window, whatever else says so, too."""
     field, theta = _THETA[kind]
-    given, scaling = fields.mapping(hf, "rope_parameters"), dict[str, Any]()
-    if set(given) & {FULL, SLIDING}:
-        scaling |= fields.mapping(given, kind)
+    parameters, scaling = fields.mapping(hf, "rope_parameters"), dict[str, Any]()
+    if set(parameters) & {FULL, SLIDING}:
+        scaling |= fields.mapping(parameters, kind)
     if kind == FULL:
-        scaling |= {**given, **fields.mapping(hf, "rope_scaling")}
+        scaling |= {**parameters, **fields.mapping(hf, "rope_scaling")}
         scaling = {name: value for name, value in scaling.items() if name not in (FULL, SLIDING)}
     theta = fields.number({**hf, field: scaling.get("rope_theta", hf.get(field))}, field, theta)
     rotation = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": scaling}

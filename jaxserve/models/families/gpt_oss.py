@@ -103,12 +103,12 @@ def _experts(hf: Mapping[str, Any]) -> Experts:
 
 def leaves(config: ModelConfig) -> LlamaParams:
     """The parameters' specs and places in a checkpoint, see `jaxserve.models.base.Family`."""
-    found = llama.leaves(config)
+    tree = llama.leaves(config)
     layers = tuple(
         dataclasses.replace(layer, experts=_expert_leaves(config, f"{llama.PREFIX}layers.{i}.mlp"))
-        for i, layer in enumerate(found.layers)
+        for i, layer in enumerate(tree.layers)
     )
-    return dataclasses.replace(found, layers=layers)
+    return dataclasses.replace(tree, layers=layers)
 
 
 def _expert_leaves(config: ModelConfig, name: str) -> ExpertParams:

@@ -150,10 +150,10 @@ def layer(
     """
     config = _llama(config)
 
-    def norm(y: jax.Array, one: Norm | None) -> jax.Array:
-        if one is None:
+    def norm(y: jax.Array, weights: Norm | None) -> jax.Array:
+        if weights is None:
             return y
-        return rms_norm(y, one.scale, config.norm_eps, config.norm_offset)
+        return rms_norm(y, weights.scale, config.norm_eps, config.norm_offset)
 
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
         if config.residual_scale == 1:

@@ -40,14 +40,14 @@ def _if_used(has_window: Callable[[Hf, Sequence[bool]], list[bool]]) -> LayerTyp
     def types(hf: Hf, rotates: Sequence[bool]) -> list[str] | None:
         if not fields.flag(hf, "use_sliding_window", False):
             return None
-        return [SLIDING if one else FULL for one in has_window(hf, rotates)]
+        return [SLIDING if windowed else FULL for windowed in has_window(hf, rotates)]
 
     return types
 
 
 def _unrotated(hf: Hf, rotates: Sequence[bool]) -> list[bool]:
-    given = hf.get("sliding_window") is not None
-    return [given and not one for one in rotates]
+    has_window = hf.get("sliding_window") is not None
+    return [has_window and not rotated for rotated in rotates]
 
 
 def _later(hf: Hf, rotates: Sequence[bool]) -> list[bool]:
@@ -65,26 +65,26 @@ def _every(hf: Hf, rotates: Sequence[bool]) -> list[bool]:
 
 
 def _window_layers(hf: Hf) -> int:
-    found = hf.get("max_window_layers")
-    if found is None:
+    count = hf.get("max_window_layers")
+    if count is None:
         return QWEN_WINDOW_LAYERS
-    if not isinstance(found, int):
-        what = f"must be int, got {fields.shown(found)}"
+    if not isinstance(count, int):
+        what = f"must be int, got {fields.shown(count)}"
         raise ValueError(f"config.json: max_window_layers {what}")
-    return found
+    return count
 
 
 def _some_rotate(hf: Hf) -> list[bool]:
     """Whether each layer of a SmolLM3 has rotary positions."""
     num_layers = fields.positive_int(hf, "num_hidden_layers")
-    given = hf.get("no_rope_layers")  # the ones in it are those that do
-    if given is None:
+    flags = hf.get("no_rope_layers")  # the ones in it are those that do
+    if flags is None:
         interval = fields.positive_int(hf, "no_rope_layer_interval")
         return [bool((layer + 1) % interval) for layer in range(num_layers)]
-    if not isinstance(given, list) or len(given) != num_layers or not set(given) <= {0, 1}:
-        what = f"must be a list of {num_layers} zeros and ones, got {fields.shown(given)}"
+    if not isinstance(flags, list) or len(flags) != num_layers or not set(flags) <= {0, 1}:
+        what = f"must be a list of {num_layers} zeros and ones, got {fields.shown(flags)}"
         raise ValueError(f"config.json: no_rope_layers {what}")
-    return [bool(one) for one in given]
+    return [bool(flag) for flag in flags]
 
 
 def _mixtral_experts(hf: Hf) -> Experts:
@@ -121,14 +121,15 @@ def _experts(hf: Hf, count: str, width: str, *, normalised: bool) -> Experts:
         normalised: whether the weights of a token's experts add up to 1.
     """
     num_experts = fields.positive_int(hf, count)
-    each = fields.positive_int(hf, "num_experts_per_tok")
-    if each > num_experts:
+    per_token = fields.positive_int(hf, "num_experts_per_tok")
+    if per_token > num_experts:
         raise ValueError(
-            f"config.json: num_experts_per_tok must be at most {count} ({num_experts}), got {each}"
+            f"config.json: num_experts_per_tok must be at most {count} ({num_experts}), "
+            f"got {per_token}"
         )
     return Experts(
         num_experts=num_experts,
-        experts_per_token=each,
+        experts_per_token=per_token,
         d_ff=fields.positive_int(hf, width),
         shared_d_ff=0,
         normalised=normalised,
@@ -247,10 +248,10 @@ def config_from_hf(hf: Hf) -> LlamaConfig:
     rope = rope_from_hf(hf, partial=own.partial_rotary)
     check_width(rope, shape["head_dim"])
     rotates = [True] * shape["num_layers"] if own.rotates is None else own.rotates(hf)
-    ropes = [rope if one else None for one in rotates]
+    ropes = [rope if rotated else None for rotated in rotates]
     windows = _windows(hf, own, rotates)
     if not shape["causal"]:  # transformers: as many on either side, without the token itself
-        windows = tuple(None if one is None else one + 1 for one in windows)
+        windows = tuple(None if rotated is None else rotated + 1 for rotated in windows)
     bias = own.attention_bias and fields.flag(hf, "attention_bias", False)
     qkv_bias = own.qkv_bias(hf)
     factors = {"attn_scale": shape["head_dim"] ** -0.5}
@@ -292,4 +293,4 @@ def _windows(hf: Hf, own: ModelType, rotates: Sequence[bool]) -> tuple[int | Non
     if SLIDING not in types:
         return (None,) * len(rotates)
     window = fields.positive_int(hf, "sliding_window", WINDOW)
-    return tuple(window if one == SLIDING else None for one in types)
+    return tuple(window if kind == SLIDING else None for kind in types)

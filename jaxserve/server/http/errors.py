@@ -164,9 +164,8 @@ async def _of_http(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    problems = [
-        {**problem, "loc": problem["loc"][1:]} for problem in error.errors()
-    ]  # drops "body"
+    # Locations without their first part, "body" or "query".
+    problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
     where, message, code = validation_message(problems)
     return error_response(request, ApiError(400, message, param=where, code=code))
 

@@ -23,7 +23,7 @@ _MIDDLE = 8
 
 
 class Blocks:
-    """How a GGUF file's weights are read that are kept; as `Format`, of `GGUFTensors`."""
+    """Reads the weights of a GGUF file that are kept as stored; as `Format`, for `GGUFTensors`."""
 
     def tensors(self, files: GGUFTensors, name: str) -> list[str]:
         """See `Format`."""
@@ -45,39 +45,44 @@ class Blocks:
         size = info.type.block
         blocks = stored.reshape(len(stored), -1, info.type.block_bytes)
         first = inputs.start // size
-        found = split(info.type.name, blocks[:, first : -(-inputs.stop // size)])
+        numbers = split(info.type.name, blocks[:, first : -(-inputs.stop // size)])
         mine = slice(inputs.start - first * size, inputs.stop - first * size)
         groups = slice(mine.start // scheme.group, mine.stop // scheme.group)
-        minimum = None if found.minimum is None else found.minimum[groups]
-        return Numbers(found.q[mine], found.scale[groups], minimum=minimum)
+        minimum = None if numbers.minimum is None else numbers.minimum[groups]
+        return Numbers(numbers.q[mine], numbers.scale[groups], minimum=minimum)
 
 
 def find_blocks(path: Path, family: Family, config: ModelConfig) -> Quantization | None:
-    """Which weights of a GGUF file are kept as they are stored, and how: those of `BLOCKS`, q, k
-    and v of a layer only where all three are alike. None for none."""
+    """Which weights of a GGUF file are kept as they are stored, and how: those with types in
+    `BLOCKS`. q, k and v of a layer are only kept if all three have the same type. None if no
+    weights are kept."""
     leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
-    found: dict[str, Scheme | None] = {}
+    schemes: dict[str, Scheme | None] = {}
     with GGUFTensors(path, config) as files:
         for leaf in leaves:
-            here = dataclasses.replace(leaf, source=files.source(leaf))
-            if leaf.of_experts or leaf.source.rows:  # parts of a tensor, which are read wide
-                found |= {leaf.name: None, here.name: None}
+            placed = dataclasses.replace(leaf, source=files.source(leaf))
+            if leaf.of_experts or leaf.source.rows:  # parts of a tensor are read wide
+                schemes |= {leaf.name: None, placed.name: None}
             elif leaf.is_table or leaf.source.transpose:
-                found[leaf.name] = _scheme(files, leaf.name)
+                schemes[leaf.name] = _scheme(files, leaf.name)
     tables = [leaf.name for leaf in leaves if leaf.is_table]
-    _unlike_to_wide(found)
-    kept = Counter(one for name, one in found.items() if one is not None and name not in tables)
-    if not any(found.values()):
+    _unlike_to_wide(schemes)
+    kept = Counter(
+        stored for name, stored in schemes.items() if stored is not None and name not in tables
+    )
+    if not any(schemes.values()):
         return None
-    scheme = kept.most_common(1)[0][0] if kept else next(filter(None, found.values()))
-    table = found[tables[0]] or TABLE
-    usual = {name: table if name in tables else scheme for name in found}
+    scheme = kept.most_common(1)[0][0] if kept else next(filter(None, schemes.values()))
+    table = schemes[tables[0]] or TABLE
+    usual = {name: table if name in tables else scheme for name in schemes}
     return Quantization(
         scheme,
         table,
-        wide=tuple(name for name, one in found.items() if one is None),
+        wide=tuple(name for name, stored in schemes.items() if stored is None),
         others=tuple(
-            (name, one) for name, one in found.items() if one is not None and one != usual[name]
+            (name, stored)
+            for name, stored in schemes.items()
+            if stored is not None and stored != usual[name]
         ),
         dequantizable=True,
     )
@@ -88,14 +93,15 @@ def _scheme(files: GGUFTensors, name: str) -> Scheme | None:
     return None if info is None else BLOCKS.get(info.type.name)
 
 
-def _unlike_to_wide(found: dict[str, Scheme | None]) -> None:
-    """Makes q, k and v of a layer wide unless all three are alike: they become one weight."""
+def _unlike_to_wide(schemes: dict[str, Scheme | None]) -> None:
+    """Makes q, k and v of a layer wide unless all three have the same type, since they become one
+    weight."""
     apart = []
-    for name in [name for name in found if name.endswith(".q_proj")]:
+    for name in [name for name in schemes if name.endswith(".q_proj")]:
         three = [f"{name.removesuffix('q_proj')}{part}_proj" for part in "qkv"]
-        if all(one in found for one in three) and len({found[one] for one in three}) > 1:
+        if all(one in schemes for one in three) and len({schemes[one] for one in three}) > 1:
             apart.append(name.rpartition(".")[0])
-            found.update(dict.fromkeys(three))
+            schemes.update(dict.fromkeys(three))
     if apart:
         log.info(
             "%s and %d more: q, k and v are of several types, and are made wide",
@@ -105,20 +111,20 @@ def _unlike_to_wide(found: dict[str, Scheme | None]) -> None:
 
 
 def split(kind: str, blocks: np.ndarray) -> Numbers:
-    """What blocks hold.
+    """Splits blocks into numbers and scales.
 
     Args:
         kind: one of `BLOCKS`.
         blocks: uint8 [outputs, blocks, bytes of a block].
 
     Returns:
-        The numbers, inputs by outputs, and what belongs to their groups. Minimums are those of
-        numbers from -8 on: GGUF's are from 0 on.
+        The numbers, inputs by outputs, and the scales and minimums of their groups. Minimums are
+        for numbers that start at -8; GGUF's start at 0.
     """
     q, scale, minimum = _KINDS[kind](blocks)
     rows = len(blocks)
     if minimum is not None:
-        with np.errstate(invalid="ignore"):  # NaN and infinite ones are refused later
+        with np.errstate(invalid="ignore"):  # NaN and infinite values are refused later
             minimum = minimum.astype(np.float32) + _MIDDLE * scale.astype(np.float32)
         minimum = minimum.reshape(rows, -1).T
     return Numbers(q.reshape(rows, -1).T, scale.reshape(rows, -1).T, minimum=minimum)
@@ -130,7 +136,7 @@ def _floats(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def _signed(packed: np.ndarray) -> np.ndarray:
-    """int8 of bytes: first the low halves of all, then the high ones."""
+    """int8 values of packed bytes: first the low halves of all bytes, then the high halves."""
     return np.concatenate([packed & 15, packed >> 4], axis=-1).view(np.int8) - np.int8(_MIDDLE)
 
 
@@ -150,8 +156,9 @@ def _q4_1(blocks: np.ndarray) -> _Parts:
 
 
 def _q4_k(blocks: np.ndarray) -> _Parts:
-    """Eight groups, whose scales and minimums are multiples of two float16 by 6 bits: four of each
-    are in the low bits of eight bytes, those of the others in four more and the bits left over."""
+    """Eight groups. Their scales and minimums are 6-bit multiples of two float16 values: four of
+    each are in the low bits of eight bytes, the others in four more bytes and the remaining
+    bits."""
     scales, minimums, both = (blocks[..., at : at + 4] for at in (4, 8, 12))
     sixes = [
         np.concatenate([first & 63, part | (first >> 6) << 4], axis=-1).astype(np.float32)
