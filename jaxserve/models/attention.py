@@ -1,5 +1,5 @@
 """One layer's attention, shared by all families: its projections into heads, per-head norms,
-rotation, and the output projection. What attends is passed in."""
+rotation, and the output projection. The attention function itself is passed in."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class AttentionParams:
         q: [d_model, num_heads * head_dim].
         k, v: [d_model, num_kv_heads * head_dim].
         o: [num_heads * head_dim, d_model].
-        q_norm, k_norm: scales [head_dim] of the RMS norms over each head (Qwen3), or [heads *
-            head_dim] of those over all (`ModelConfig.whole_norms`), or None.
+        q_norm, k_norm: scales of the RMS norms, [head_dim] if over each head (Qwen3), [heads *
+            head_dim] if over all heads (`ModelConfig.whole_norms`), or None.
         sinks: [num_heads], see `AttentionInput`, or None.
-        cached_as: dtype of a pool that x is rounded to before K and V are made of it, so that a
-            hidden cache makes the same ones; None for no rounding.
+        cached_as: dtype of the pool. x is rounded to it before K and V are computed, so that a
+            hidden cache gives the same K and V; None for no rounding.
     """
 
     q: Linear
@@ -73,10 +73,10 @@ class FusedAttention:
     """One layer's attention parameters with q, k and v as one projection, for all other steps.
 
     Attributes:
-        qkv: [d_model, columns], in the order that `jaxserve.models.fused` says.
+        qkv: [d_model, columns], in the order of `jaxserve.models.fused`.
         o, q_norm, k_norm, sinks: as in `AttentionParams`.
-        lora: what adapters of the step's rows add to q, k and v, each with as many heads as in
-            checkpoints, see `jaxserve.models.lora`; None for nothing.
+        lora: adapters of the step's rows for q, k and v, each with as many heads as in checkpoints,
+            see `jaxserve.models.lora`; None for no adapters.
     """
 
     qkv: Linear
@@ -106,7 +106,7 @@ def attention_leaves(
         bias: whether q, k and v have biases.
         out_bias: whether the output projection has one.
         head_norms: whether q and k have norms.
-        joined: name of the one tensor that q, k and v are rows of; None where they are apart.
+        joined: name of the tensor that has q, k and v as rows; None if they are separate tensors.
     """
     head_dim = config.head_dim
 
@@ -167,7 +167,7 @@ def attention_input(
         config: the model's.
         x: [T, d_model], normalised.
         kind: the layer's.
-        rotation: of its rope, see `rope.angles`; None if positions are not rotated.
+        rotation: angles of its rope, see `rope.angles`; None if positions are not rotated.
         mesh: the devices that the parameters are sharded over; None for one.
     """
     if isinstance(weights, LatentAttention):
@@ -177,8 +177,8 @@ def attention_input(
         q, k, v = _project_fused(weights, config, x, mesh)
     else:
         apart = kv_weights(weights)
-        # Whole, since caches cut it by heads: XLA would have each shard make its own part of x, and
-        # gather the parts for q, k and v.
+        # Replicated, since caches cut it by heads: otherwise XLA would have each shard compute its
+        # own part of x, and gather the parts for q, k and v.
         x = constrain(x, mesh, None, None)
         q, k, v = _project_apart(weights, config, x, mesh)
     q, k = _head_norm(q, weights.q_norm, config), _head_norm(k, weights.k_norm, config)
@@ -188,12 +188,12 @@ def attention_input(
 
 
 def _head_norm(x: jax.Array, norm: Norm | None, config: ModelConfig) -> jax.Array:
-    """q or k [T, heads, head_dim], normalised as the model does."""
+    """q or k [T, heads, head_dim], normalised by the model's norm."""
     if norm is None:
         return x
     if not config.whole_norms:
         return rms_norm(x, norm.scale, config.norm_eps, config.norm_offset)
-    # A head that is there once for each of several shards leaves the mean as it is.
+    # Repeating each head equally often for several shards does not change the mean.
     scale = norm.scale.reshape(-1, config.head_dim)
     scale = jnp.repeat(scale, x.shape[1] // len(scale), axis=0)
     return rms_norm(x, scale, config.norm_eps, config.norm_offset, axes=2)
@@ -251,8 +251,8 @@ def _project_apart(
 
 
 def rounding_as_cached(params: Params, dtype: DTypeLike) -> Params:
-    """The parameters of steps with hidden caches, not fused, with `AttentionParams.cached_as` of a
-    pool of this dtype."""
+    """Unfused parameters for steps with hidden caches, with `AttentionParams.cached_as` for a pool
+    of this dtype."""
 
     def rounding(layer: Any) -> Any:
         attn = dataclasses.replace(layer.attn, cached_as=jnp.dtype(dtype).name)
@@ -268,7 +268,7 @@ def kv_weights(weights: AttentionParams) -> KVWeights:
 
 
 def kv_projection(params: Params, config: ModelConfig, max_len: int) -> KVProjection:
-    """How the layers of `params`, not fused, make K and V, for positions below max_len. Shares the
+    """How the layers of unfused `params` compute K and V, for positions below max_len. Shares the
     arrays of `params`."""
     rotation = None
     if config.rope is not None:

@@ -1,10 +1,10 @@
 """What every model family provides: a config, its parameters, and three functions.
 
-A family is plain functions over pytrees: the embedding, one layer, and what comes after the last
-layer. Its parameters are one `flax.struct` tree; `layers` in it is a tuple of one tree each, whose
-leaves are that layer's own arrays. How the layers run one after another (`jaxserve.models.forward`)
-and what attention reads are not the family's business: a layer hands its normalised input to an
-`Attention`, behind which an `Attend` owns the cache (its carry).
+A family is a set of plain functions over pytrees: the embedding, one layer, and the part after the
+last layer. Its parameters are one `flax.struct` tree, in which `layers` is a tuple with a tree for
+each layer, whose leaves are that layer's own arrays. A family does not know how the layers run one
+after another (`jaxserve.models.forward`) or what attention reads: a layer hands its normalised
+input to an `Attention`, behind which an `Attend` owns the cache (its carry).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from jaxserve.models.mesh_axes import RULES
 from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
 from jaxserve.models.rope import Rope, for_length
 
-# Of random numbers of each kind: some in 10,000 would be beyond the largest; -7 to 7 are alike.
+# Scales of random weights of each kind: a few in 10,000 would exceed the largest number; -7 to 7
+# are equally likely.
 DEVIATIONS = {"int8": 32.0, "int4": (56 / 3) ** 0.5, "fp8": 64.0}
 
 Carry = Any
@@ -32,12 +33,12 @@ LayerIndex = jax.Array | int
 
 @dataclasses.dataclass(frozen=True)
 class LayerKind:
-    """What may differ from layer to layer beside weights. Hashable, as `ModelConfig`.
+    """What may differ between layers beside weights. Hashable, as `ModelConfig`.
 
     Attributes:
-        rope: how queries and keys are rotated by position; None where they are not.
-        sliding_window: a token sees this many tokens, itself included; None for all before it. Of
-            a model that is not causal, as many to either side.
+        rope: how queries and keys are rotated by position; None if they are not.
+        sliding_window: number of tokens that a token sees, including itself; None for all before
+            it. If the model is not causal, as many on either side.
     """
 
     rope: Rope | None = None
@@ -46,14 +47,15 @@ class LayerKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Projections by way of few numbers, which layers have in place of q, k and v (multi-head
+    """The shape of low-rank projections, which layers have in place of q, k and v (multi-head
     latent attention, DeepSeek-AI 2024, section 2.1). Hashable, as `ModelConfig`.
 
     Attributes:
-        rank: numbers that a token's K and V are made of, but for the rotated part.
-        q_rank: likewise of queries; None where they are projected at once.
+        rank: size of the latent vector from which a token's K and V are computed, without the
+            rotated part.
+        q_rank: likewise for queries; None if they are projected directly.
         plain: elements of a head of Q or K that are not rotated.
-        rotated: elements that are; all heads of K have the same.
+        rotated: elements that are rotated; all heads of K share them.
         values: elements of a head of V.
     """
 
@@ -70,18 +72,19 @@ class Experts:
     `ModelConfig`.
 
     Attributes:
-        num_experts: of a layer.
-        experts_per_token: how many of them a token goes to.
-        d_ff: width of one.
-        shared_d_ff: width of one more that each token goes to; 0 for none.
-        normalised: the weights of a token's experts are scaled to a sum of 1.
+        num_experts: experts of a layer.
+        experts_per_token: number of experts that a token goes to.
+        d_ff: width of an expert.
+        shared_d_ff: width of one more expert, to which all tokens go; 0 for none.
+        normalised: whether the weights of a token's experts are scaled to a sum of 1.
         scale: factor on these weights.
-        groups: experts are in so many groups of one size.
-        groups_per_token: a token goes to experts of so many groups, those with the likeliest ones.
+        groups: number of equal groups of experts.
+        groups_per_token: number of groups that a token's experts may come from; the groups with the
+            likeliest experts are chosen.
         dense_layers: layers that have a feed-forward of `ModelConfig.d_ff` instead, ascending.
-        limit: the gate is at most this, and the other half within both ends of it, as
-            `pallas_kernels.gated` has it; None where the model's activation is the gate's.
-        alpha: factor on the gate in that one's sigmoid.
+        limit: clamps the gate to at most this, and the other half to -limit and limit, see
+            `pallas_kernels.gated`; None if the gate has the model's activation.
+        alpha: factor on the gate in the clamped gate's sigmoid.
     """
 
     num_experts: int
@@ -103,28 +106,31 @@ class ModelConfig:
 
     Attributes:
         family: name of the family that runs it.
-        d_ff: width of the feed-forward layer, where a layer has no experts.
-        head_dim: elements of one attention head, as attention and its cache have it; `num_heads *
-            head_dim` may differ from `d_model`.
+        d_ff: width of the feed-forward layer, in layers without experts.
+        head_dim: elements of one attention head, in attention and its cache; `num_heads * head_dim`
+            may differ from `d_model`.
         max_position: longest sequence, in tokens.
         attn_scale: factor on q.k before the softmax.
         norm_eps: added to the variance, or the mean square, in all norms.
         tied: the output embedding is the input embedding.
         init_std: standard deviation of random projections and embeddings.
-        rope: how queries and keys are rotated by position; None where they are not.
-        sliding_window: a token sees this many tokens, itself included; None for all before it.
+        rope: how queries and keys are rotated by position; None if they are not.
+        sliding_window: number of tokens that a token sees, including itself; None for all before
+            it.
         eos_token_ids: ids that end a generation; may be empty.
-        quantization: which weights are stored in few bits; None for none.
-        kinds: of each layer, where `rope` and `sliding_window` are not those of all; else empty.
+        quantization: which weights are quantised; None for none.
+        kinds: the kind of each layer, if `rope` and `sliding_window` differ between layers; else
+            empty.
         soft_cap: bound of attention's scores, by tanh; None for none.
-        logit_cap: likewise of the logits.
+        logit_cap: likewise for the logits.
         logit_scale: factor on the logits, before their bound.
         norm_offset: added to the scales of RMS norms.
-        whole_norms: q and k are normalised over all heads together, not over each.
-        experts: of the layers that have some; None where no layer has.
-        sinks: attention has one more score a head, which has no value.
-        latent: what makes q, k and v by way of few numbers; None where projections do at once.
-        causal: a token sees those before it; else all of its text, which is for vectors only.
+        whole_norms: q and k are normalised over all heads together, not over each head.
+        experts: the experts of layers that have some; None if no layer has.
+        sinks: attention has one more score per head, without a value.
+        latent: low-rank projections to q, k and v; None if they are projected directly.
+        causal: whether a token sees only the tokens before it; else it sees all of its text, which
+            is for vectors only.
     """
 
     family: str
@@ -158,32 +164,32 @@ class ModelConfig:
 
     @property
     def rotated_dim(self) -> int:
-        """Elements of a head that `rope` is for."""
+        """Elements of a head that `rope` applies to."""
         return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
     def value_dim(self) -> int:
-        """Elements of a head of V: the first of `head_dim`, of which the others are zeros."""
+        """Elements of a head of V: the first of `head_dim`; the others are zeros."""
         return self.head_dim if self.latent is None else self.latent.values
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Of each layer, in order."""
+        """The kind of each layer, in order."""
         return self.kinds or (LayerKind(self.rope, self.sliding_window),) * self.num_layers
 
     def experts_of(self, layer: int) -> Experts | None:
-        """The mixture that this layer has; None where it has a feed-forward of `d_ff`."""
+        """The experts of this layer; None if it has a feed-forward of `d_ff`."""
         if self.experts is None or layer in self.experts.dense_layers:
             return None
         return self.experts
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The different windows of its layers."""
+        """The distinct windows of its layers."""
         return tuple(dict.fromkeys(kind.sliding_window for kind in self.layer_kinds))
 
     def for_length(self, longest: int) -> ModelConfig:
-        """The model where no context is longer than this, in tokens: see `rope.for_length`."""
+        """The model for contexts of at most this many tokens, see `rope.for_length`."""
 
         def shorter(rope: Rope | None) -> Rope | None:
             return None if rope is None else for_length(rope, longest)
@@ -193,8 +199,8 @@ class ModelConfig:
 
     @property
     def plain_keys(self) -> bool:
-        """Whether all layers make K of x as `KVProjection` says, and their scores have no bound and
-        no sinks."""
+        """Whether all layers compute K from x as in `KVProjection`, with neither bounds on scores
+        nor sinks."""
         partial = self.rope is not None and self.rope.partial != 1
         other = self.kinds or self.soft_cap is not None or self.norm_offset or self.whole_norms
         return not (other or partial or self.sinks or self.latent)
@@ -203,11 +209,11 @@ class ModelConfig:
 def layer_kinds(
     ropes: Sequence[Rope | None], windows: Sequence[int | None]
 ) -> tuple[LayerKind, ...]:
-    """`ModelConfig.kinds`: empty where all layers are alike.
+    """`ModelConfig.kinds`: empty if all layers are alike.
 
     Args:
-        ropes: of each layer.
-        windows: of each layer, tokens.
+        ropes: the rope of each layer.
+        windows: the window of each layer, in tokens.
     """
     kinds = tuple(map(LayerKind, ropes, windows))
     return kinds if len(set(kinds)) > 1 else ()
@@ -221,8 +227,8 @@ class ParamSpec:
         init: "normal" (mean 0, deviation `std`), "zeros", "ones", "constant" (all are `std`) or
             "pairs" (two numbers of -7 to 7 in each).
         granule: elements of a "heads" or "kv_heads" axis that belong together (head_dim), so that
-            a head is never cut in two by sharding.
-        dtype: its own, of what is quantised; None for the model's.
+            sharding never cuts a head in two.
+        dtype: the dtype of quantised arrays; None for the model's.
     """
 
     shape: tuple[int, ...]
@@ -245,12 +251,12 @@ class HFTensor:
     Attributes:
         name: the tensor's name, such as "model.decoder.layers.3.fc1.weight".
         transpose: the checkpoint stores [out, in], the parameter is [in, out].
-        stacked: the parameter's first axis is so many tensors, whose names have its index in place
-            of *; 0 where it is one tensor.
-        rows: where the parameter is but some rows of the tensor: the first of them, and how many
-            the tensor has.
-        columns: where it is every so many-th along the tensor's last axis: the first of them, and
-            their distance.
+        stacked: number of tensors that are stacked along the parameter's first axis, with the index
+            in place of * in their names; 0 if it is a single tensor.
+        rows: if the parameter is only some rows of the tensor: the first row, and the tensor's
+            number of rows.
+        columns: if the parameter takes every n-th element along the tensor's last axis: the first
+            one, and n.
     """
 
     name: str
@@ -261,13 +267,13 @@ class HFTensor:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors that it is made of."""
+        """Names of all tensors that the parameter is made of."""
         if not self.stacked:
             return (self.name,)
         return tuple(self.name.replace("*", str(index)) for index in range(self.stacked))
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A whole tensor's, by that of the parameter."""
+        """The shape of a whole tensor, from the parameter's shape."""
         shape = shape[1:] if self.stacked else shape
         stored = shape[::-1] if self.transpose else shape
         if self.columns is not None:
@@ -280,9 +286,9 @@ class Leaf:
     """A parameter's spec and its place in a checkpoint; families build one tree of these.
 
     Attributes:
-        spec: the parameter's.
-        source: its place.
-        wide: it is never made of few bits here.
+        spec: the parameter's spec.
+        source: its place in checkpoints.
+        wide: whether it is never quantised here.
     """
 
     spec: ParamSpec
@@ -291,7 +297,7 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """In checkpoints, without ".weight"."""
+        """The name in checkpoints, without ".weight"."""
         return self.source.name.removesuffix(".weight")
 
     @property
@@ -301,11 +307,11 @@ class Leaf:
 
     @property
     def of_experts(self) -> bool:
-        """Whether it is the matrices of all experts of a layer."""
+        """Whether it has the matrices of all experts of a layer."""
         return len(self.spec.shape) == 3
 
     def scheme(self, quantization: Quantization | None) -> Scheme | None:
-        """How it is stored in few bits; None where it is not."""
+        """How it is quantised; None if it is not."""
         if quantization is None or self.name in quantization.wide:
             return None
         other = dict(quantization.others).get(self.name)
@@ -317,12 +323,12 @@ class Leaf:
         return quantization.scheme if matrix and not self.wide else None
 
     def stored(self, quantization: Quantization | None) -> ParamSpec | Quantized:
-        """What is kept of it: its spec, or a `Quantized` of specs. ValueError if its groups do not
+        """What is stored: its spec, or a `Quantized` of specs. Raises ValueError if groups do not
         divide it."""
         spec, scheme = self.spec, self.scheme(quantization)
         if scheme is None:
             return spec
-        # Of the inputs, and of the outputs.
+        # The axes of the inputs and of the outputs.
         axis, of_outputs = (1, 0) if self.is_table else (1, 2) if self.of_experts else (0, 1)
         inputs = spec.shape[axis]
         try:
@@ -333,7 +339,7 @@ class Leaf:
         def along_inputs(size: int, axes: str | None, **fields: Any) -> ParamSpec:
             of_shape, of_axes = list(spec.shape), list(spec.axes)
             of_shape[axis], of_axes[axis] = size, axes
-            # Of inputs cut by heads, a shard has whole groups (see `sharding.check_tensor`).
+            # If inputs are cut by heads, a shard has whole groups (see `sharding.check_tensor`).
             granule = 1 if axes in ("heads", "kv_heads") else spec.granule
             return dataclasses.replace(
                 spec, shape=tuple(of_shape), axes=tuple(of_axes), granule=granule, **fields
@@ -365,7 +371,7 @@ class KVWeights(NamedTuple):
     Attributes:
         wk, wv: [d_model, num_kv_heads * head_dim].
         bk, bv: [num_kv_heads * head_dim], or None.
-        k_norm: [head_dim], scale of the RMS norm over each head of K, or None.
+        k_norm: scale [head_dim] of the RMS norm over each head of K, or None.
     """
 
     wk: jax.Array
@@ -383,7 +389,7 @@ class StepInputs(NamedTuple):
         positions: int32 [T], each token's place in its sequence, from 0.
         token_row: int32 [T], the batch row that each token belongs to; the number of rows, or
             more, for padding tokens.
-        real: bool [T], False for padding tokens; None where there are none.
+        real: bool [T], False for padding tokens; None if there are none.
     """
 
     tokens: jax.Array
@@ -396,12 +402,12 @@ class AttentionInput(NamedTuple):
     """What a layer hands to attention, for T flat tokens.
 
     Attributes:
-        q: [T, num_heads, head_dim], rotated where the model rotates.
-        k: [T, kv_heads, head_dim], likewise; as many heads as the pool has.
+        q: [T, num_heads, head_dim], rotated if the model rotates.
+        k: [T, kv_heads, head_dim], likewise, with as many heads as the pool.
         v: [T, kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
-        weights: how k and v were made of x; None where the layer has q, k and v fused.
-        kind: the layer's.
+        weights: how k and v were computed from x; None if the layer has q, k and v fused.
+        kind: the layer's kind.
         sinks: [num_heads], a score without a value for each head's softmax, or None.
     """
 
@@ -415,17 +421,17 @@ class AttentionInput(NamedTuple):
 
 
 class KVProjection(NamedTuple):
-    """How each layer makes K and V of `AttentionInput.x`, for caches that store x.
+    """How each layer computes K and V from `AttentionInput.x`, for caches that store x.
 
     Apt-Serve, section 4.2:
 
-        K_h = rotate(norm(x @ wk_h + bk_h), position),   V_h = x @ wv_h + bv_h
+    K_h = rotate(norm(x @ wk_h + bk_h), position), V_h = x @ wv_h + bv_h
 
     Attributes:
-        weights: one a layer.
-        norm_eps: of the norm.
-        rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; None where
-            positions are not rotated.
+        weights: weights of each layer.
+        norm_eps: epsilon of the norm.
+        rotation: float32 [2, max_len, head_dim // 2], cos and sin by position; None if positions
+            are not rotated.
     """
 
     weights: tuple[KVWeights, ...]
@@ -436,7 +442,8 @@ class KVProjection(NamedTuple):
 # (carry, layer index, inputs) -> (carry, output [T, num_heads, head_dim])
 Attend = Callable[[Carry, LayerIndex, AttentionInput], tuple[Carry, jax.Array]]
 
-# One layer's: input [T, d_model] -> (carry, output [T, d_model]), projections on both ends included
+# One layer's attention: input [T, d_model] -> (carry, output [T, d_model]), including the
+# projections at both ends
 Attention = Callable[[jax.Array], tuple[Carry, jax.Array]]
 
 
@@ -471,8 +478,8 @@ class Layer(Protocol):
         mesh: Mesh | None,
     ) -> tuple[Carry, jax.Array]:
         """Returns the carry of attention, and x [T, d_model] after the layer. weights: the layer's
-        own tree. `attention` must be called once. real: as in `StepInputs`; what becomes of padding
-        is nobody's concern. mesh: as in `Embed`."""
+        own tree. `attention` must be called once. real: as in `StepInputs`; outputs for padding do
+        not matter. mesh: as in `Embed`."""
         ...
 
 
@@ -498,10 +505,9 @@ class Family:
         prefix: the prefix of tensor names that some checkpoints leave out.
         config_from_hf: config.json as a dict -> config; ValueError names an unsupported field.
         leaves: config -> tree of `Leaf`, structured as the parameters: `embed_tokens` and, unless
-            tied, `lm_head`, each [vocab_size, width]; `layers`, a tuple of trees with an
-            `AttentionParams` or a `LatentAttention` called `attn` each; whatever else the functions
-            below want. They are as checkpoints have them; see `jaxserve.models.fused` for how steps
-            may.
+            tied, `lm_head`, each [vocab_size, width]; `layers`, a tuple of trees, each with an
+            `AttentionParams` or a `LatentAttention` called `attn`; and whatever the functions below
+            need. It has the form of checkpoints; see `jaxserve.models.fused` for the form in steps.
     """
 
     name: str
@@ -514,23 +520,23 @@ class Family:
     finish: Finish
 
     def param_specs(self, config: ModelConfig) -> Params:
-        """Shapes and axes of a checkpoint's parameters: a tree of `ParamSpec`, structured as they
-        are. ValueError if groups of the quantisation do not divide a weight."""
+        """Shapes and axes of a checkpoint's parameters: a tree of `ParamSpec` with their structure.
+        Raises ValueError if groups of the quantisation do not divide a weight."""
         return jax.tree.map(lambda leaf: leaf.stored(config.quantization), self.leaves(config))
 
     def hf_layout(self, config: ModelConfig) -> Params:
-        """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor`, structured as
-        they are where nothing is quantised."""
+        """The parameters' places in a Hugging Face checkpoint: a tree of `HFTensor` with the
+        structure of the unquantised parameters."""
         return jax.tree.map(lambda leaf: leaf.source, self.leaves(config))
 
     def joined_tensor(self, config: ModelConfig) -> str | None:
-        """A tensor of its checkpoints that several parameters are parts of; None if none is."""
+        """A tensor of its checkpoints that contains several parameters; None if there is none."""
         sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
         return next((source.name for source in sources if source.rows or source.columns), None)
 
     def stacked_tensor(self, config: ModelConfig) -> str | None:
-        """The tensors of its checkpoints, by one name, that are one parameter together; None if
-        none are."""
+        """The name of tensors of its checkpoints that make one parameter together; None if there
+        are none."""
         sources: list[HFTensor] = jax.tree.leaves(self.hf_layout(config))
         return next((source.name for source in sources if source.stacked), None)
 
@@ -540,7 +546,8 @@ class Family:
 
 
 def with_wide_head(family: Family, config: ModelConfig) -> ModelConfig:
-    """The model with the table that logits are made of wide, if it can be and is in groups."""
+    """The model with an unquantised output table, if the table is quantised in groups and can be
+    loaded wide."""
     quantization, leaves = config.quantization, family.leaves(config)
     head: Leaf = leaves.embed_tokens if config.tied else leaves.lm_head
     scheme = head.scheme(quantization)
@@ -551,12 +558,12 @@ def with_wide_head(family: Family, config: ModelConfig) -> ModelConfig:
 
 
 def with_quantization(family: Family, config: ModelConfig, text: str) -> ModelConfig:
-    """The model with weights quantised as `parse_quantization` has it; "" leaves them as they are
-    stored, "none" makes them wide.
+    """The model with weights quantised by `parse_quantization`; "" leaves them as they are stored,
+    "none" makes them wide.
 
     Raises:
-        ValueError: If it means nothing, the model's are quantised already in a way that is only
-            read as it is, or groups do not divide a weight.
+        ValueError: If the text is invalid, the model's weights are already quantised in a way that
+            can only be read as it is, or groups do not divide a weight.
     """
     if not text:
         return config

@@ -1,5 +1,5 @@
-"""Attention over whole sequences, without a cache: for training and for tests, and of models whose
-tokens see those behind them, too."""
+"""Attention over whole sequences, without a cache: for training, for tests, and for models whose
+tokens also see later ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxserve.models import base
 from jaxserve.models.forward import forward, logits
 
 _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
-_TILE = 64  # queries whose scores are there at once
+_TILE = 64  # queries whose scores are in memory at once
 
 
 def causal_attend(config: base.ModelConfig) -> base.Attend:
     """An `Attend` for tokens 0..T-1 of one sequence, in order; the carry passes through.
 
-    Scores and softmax are in float32. Keys further back than the layer's window are masked. Of a
-    model that is not causal, as `attend_both_ways`.
+    Scores and softmax are in float32. Keys further back than the layer's window are masked. If the
+    model is not causal, as `attend_both_ways`.
     """
     if not config.causal:
         return attend_both_ways(config)
@@ -52,12 +52,13 @@ def attend_both_ways(
     rows: jax.Array | None = None,
     positions: jax.Array | None = None,
 ) -> base.Attend:
-    """An `Attend` for whole sequences, whose tokens see all of their own; the carry passes through.
+    """An `Attend` for whole sequences, whose tokens see all of their sequence; the carry passes
+    through.
 
     Args:
         config: the model's.
-        rows: int32 [T], of which sequence each token is; None for one sequence.
-        positions: int32 [T], its place there; None for the order of tokens.
+        rows: int32 [T], the sequence of each token; None for one sequence.
+        positions: int32 [T], its place in the sequence; None for the order of tokens.
     """
 
     def attend(
@@ -67,7 +68,7 @@ def attend_both_ways(
         window, k = inputs.kind.sliding_window, inputs.k
         row = jnp.zeros(num_tokens, jnp.int32) if rows is None else rows
         at = jnp.arange(num_tokens, dtype=jnp.int32) if positions is None else positions
-        # What another sequence computed may be no number: 0 times it is none either.
+        # Values of another sequence may be NaN, and 0 times NaN is NaN.
         broken = ~jnp.isfinite(inputs.v).all(axis=(1, 2))
         v = jnp.where(broken[:, None, None], 0, inputs.v)
 
@@ -111,7 +112,7 @@ def sequence_logits(
         params: its parameters.
         config: its shape.
         tokens: int32 [T].
-        dtype: of the activations, see `jaxserve.models.forward.forward`.
+        dtype: dtype of the activations, see `jaxserve.models.forward.forward`.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:

@@ -1,13 +1,13 @@
 """Mixtures of experts in place of a feed-forward layer: a router sends each token to some of many
-small ones, and adds up what they say by its weights (Shazeer et al. 2017, section 2; Jiang et al.
+small networks, and sums their outputs by its weights (Shazeer et al. 2017, section 2; Jiang et al.
 2024, section 2.1).
 
-No token is dropped, and none has room set aside: rows are put in order by expert, and each expert
-multiplies its own (`grouped_matmul`). What a token gets is summed over its experts in the order of
-their weights, so that it does not depend on who else is there. Padding tokens go to no expert.
+No token is dropped, and experts have no fixed capacity: rows are sorted by expert, and each expert
+multiplies its own rows (`grouped_matmul`). A token's output is summed over its experts in the order
+of their weights, so that it does not depend on other tokens. Padding tokens go to no expert.
 
-Over several devices each has a part of every expert's width; where that does not divide, some of
-the experts. What they make is summed as that of any feed-forward layer.
+With several devices, each has a part of every expert's width, or, if that does not divide, some of
+the experts. Their outputs are summed as for any feed-forward layer.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ExpertParams:
         gate, up: [experts, d_model, width of one]; biases [experts, width of one], or None.
         down: [experts, width of one, d_model]; biases [experts, d_model], whole on each device, or
             None.
-        shared_gate: [d_model, 1], how much a token takes of the expert that all go to; None where
-            the layer has no such, or a token takes all of it.
+        shared_gate: [d_model, 1], a token's weight of the shared expert; None if there is no such
+            expert, or its weight is 1.
     """
 
     router: Linear
@@ -68,8 +68,8 @@ def expert_leaves(
         experts: their shape.
         d_model: width of their inputs.
         router: its name in checkpoints, without ".weight".
-        names: likewise those of gate, up and down, with * in place of an expert's number.
-        shared_gate: likewise, where there is one; else None.
+        names: names of gate, up and down, likewise, with * in place of an expert's number.
+        shared_gate: its name, likewise; None if there is none.
         std: see `ParamSpec`.
     """
 
@@ -79,7 +79,7 @@ def expert_leaves(
         return Linear(kernel=Leaf(spec, source))
 
     def scores(name: str, outputs: int) -> Linear:
-        """A few outputs, of which a little decides much: never in few bits."""
+        """A projection with few outputs that decide a lot: never quantised."""
         spec = ParamSpec((d_model, outputs), ("embed", None), std=std)
         return Linear(kernel=Leaf(spec, HFTensor(f"{name}.weight", transpose=True), wide=True))
 
@@ -97,8 +97,8 @@ def gate_function(activation: str, experts: Experts | None) -> Gated:
     """How a model's feed-forward layers join gate and up, [T, width] each.
 
     Args:
-        activation: of the gate, where it is not clamped; see `pallas_kernels.gated`.
-        experts: of its layers; None where they have none.
+        activation: activation of the gate if it is not clamped, see `pallas_kernels.gated`.
+        experts: the layers' experts; None if they have none.
     """
     clamped = None
     if experts is not None and experts.limit is not None:
@@ -116,15 +116,15 @@ def mixture(
     real: jax.Array | None,
     mesh: Mesh | None,
 ) -> jax.Array:
-    """What a layer's experts make of their inputs.
+    """The output of a layer's experts.
 
     Args:
         h: [T, d_model], the layer's normalised input.
-        weights: the layer's.
+        weights: the layer's experts.
         experts: their shape.
-        gated: makes one of what the gate and the other half give.
-        shared: [T, d_model], what the expert that all go to makes; None where there is none.
-        real: bool [T], False for padding; None where there is none.
+        gated: joins the gate and the other half.
+        shared: [T, d_model], output of the shared expert; None if there is none.
+        real: bool [T], False for padding; None if there is none.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -146,16 +146,16 @@ def mixture(
 def route(
     h: jax.Array, router: Linear, experts: Experts, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array]:
-    """To which experts each token goes, and what part of each it takes.
+    """The experts that each token goes to, and their weights.
 
     Args:
         h: [T, d_model].
-        router: the layer's.
+        router: the layer's router.
         experts: their shape.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
-        float32 and int32 [T, experts_per_token], the largest part first.
+        Weights float32 and experts int32 [T, experts_per_token], the largest weight first.
     """
 
     def choose(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -171,8 +171,8 @@ def route(
 
 
 def _in_best_groups(chances: jax.Array, experts: Experts) -> jax.Array:
-    """The chances [T, experts], zeros where a token does not go to an expert's group (DeepSeek-AI
-    2024, section 2.2.2)."""
+    """The probabilities [T, experts], with zeros for groups that a token does not go to
+    (DeepSeek-AI 2024, section 2.2.2)."""
     by_group = chances.reshape(len(chances), experts.groups, -1)
     _, best = jax.lax.top_k(by_group.max(axis=-1), experts.groups_per_token)
     taken = (best[..., None] == jnp.arange(experts.groups)).any(axis=1)
@@ -180,7 +180,8 @@ def _in_best_groups(chances: jax.Array, experts: Experts) -> jax.Array:
 
 
 def _scores(h: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
-    """float32 [T, outputs]: rounded to 16 bits, tokens between two experts would change sides."""
+    """The products, float32 [T, outputs]: rounding to 16 bits would change the choice between two
+    close experts."""
     y = matmul(h, weights.kernel, transposed=weights.transposed, dtype=jnp.float32, mesh=mesh)
     return y if weights.bias is None else y + weights.bias.astype(jnp.float32)
 
@@ -207,7 +208,7 @@ def _sharded(
         kernel = (outputs, inputs) if product.transposed else (inputs, outputs)
         bias = None if product.bias is None else PartitionSpec(experts, outputs)
         if product is weights.down and bias is not None:
-            bias = PartitionSpec()  # whole, see `one_device`
+            bias = PartitionSpec()  # replicated, see `one_device`
         return dataclasses.replace(product, kernel=PartitionSpec(experts, *kernel), bias=bias)
 
     specs = tuple(cut(one, names) for one, names in zip(products, axes, strict=True))
@@ -229,7 +230,7 @@ def _sharded(
             if bias is not None:
                 bias = jax.lax.dynamic_slice_in_dim(bias, count * shard, count)
         elif bias is not None:
-            bias = jnp.where(shard == 0, bias, 0)  # one adds it
+            bias = jnp.where(shard == 0, bias, 0)  # only one shard adds it
         own = gate, up, dataclasses.replace(down, bias=bias)
         return jax.lax.psum(_summed(h, chosen, parts, *own, gated=gated), TENSOR)
 
@@ -253,12 +254,13 @@ def _summed(
     *,
     gated: Gated,
 ) -> jax.Array:
-    """What one device's experts make of all tokens: float32 [T, d_model].
+    """The output of one device's experts for all tokens: float32 [T, d_model].
 
     Args:
         h: [T, d_model].
-        chosen: int32 [T, K], each token's experts; their number for one that is not here.
-        parts: float32 [T, K], what of each a token takes.
+        chosen: int32 [T, K], each token's experts; the number of experts stands for one on another
+            device.
+        parts: float32 [T, K], weights of these experts.
         gate, up, down: see `ExpertParams`.
         gated: see `mixture`.
     """
@@ -282,15 +284,15 @@ def _summed(
 
 
 def _by_expert(chosen: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Puts rows in order.
+    """Sorts rows by expert.
 
     Args:
-        chosen: int32 [rows], each one's expert; `count` for none.
-        count: experts.
+        chosen: int32 [rows], the expert of each row; `count` for none.
+        count: number of experts.
 
     Returns:
-        int32 [rows], which row comes first, second, ...; int32 [rows], the place of each row in
-        that order; int32 [count], rows of each expert.
+        int32 [rows], the rows in sorted order; int32 [rows], the place of each row in that order;
+        int32 [count], number of rows of each expert.
     """
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
     numbers = jnp.arange(len(chosen), dtype=jnp.int32)

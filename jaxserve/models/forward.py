@@ -38,9 +38,9 @@ def forward(
         config: its shape.
         inputs: the tokens.
         attend: called by each layer in order, with the carry that the previous layer returned.
-        carry: the first layer's.
-        dtype: of the activations: as the parameters or wider, see `layers.matmul`. None for the
-            parameters' own.
+        carry: the first layer's carry.
+        dtype: dtype of the activations: that of the parameters or wider, see `layers.matmul`. None
+            for that of the parameters.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -114,16 +114,17 @@ def over_layers(
 
     Args:
         state: a tree of arrays whose shapes the step keeps.
-        layers: one tree of arrays each; those of a kind mostly alike in structure and shapes.
-        kinds: one each, which the step takes as a fourth; None where it does not.
-
-    The program has every layer in it, and so reads each layer's arrays where they are. A scan over
-    layers wants them stacked, and copies every weight in each step: a decode step of OPT-125M on
-    two CPU cores took 85 ms instead of 8, and OPT-13B no longer fitted on eight TPU v5e. Weights
-    that are stored stacked do not help: XLA slices each layer's out of the stack into temporaries.
-    The price is compile time on TPUs: 13 s instead of 10 for OPT-13B's decode step on v5e.
+        layers: a tree of arrays for each layer; layers of a kind mostly have the same structure and
+            shapes.
+        kinds: the kind of each layer, which the step takes as a fourth argument; None if it does
+            not. The program has every layer in it, and so reads each layer's arrays where they are.
+            A scan over layers would need stacked weights, and would copy every weight in each step:
+            a decode step of OPT-125M on two CPU cores took 85 ms instead of 8, and OPT-13B no
+            longer fitted on eight TPU v5e. Weights that are stored stacked do not help: XLA slices
+            each layer's out of the stack into temporaries. The price is compile time on TPUs: 13 s
+            instead of 10 for OPT-13B's decode step on v5e.
     """
-    # Traced for the first layer of each kind only; XLA inlines the calls.
+    # Traced only for the first layer of each kind; XLA inlines the calls.
     once = jax.jit(step, static_argnums=() if kinds is None else 3)
     for index, layer in enumerate(layers):
         kind = () if kinds is None else (kinds[index],)

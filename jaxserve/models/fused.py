@@ -1,10 +1,9 @@
-"""A layer's q, k and v as one projection, so that a step multiplies x once and not three times.
-
-Checkpoints have the three apart (`AttentionParams`); so do steps with hidden caches, which read K's
-and V's weights by themselves: cut out of the fused ones they would be copied. All other steps take
-them fused (`FusedAttention`). The columns lie by shard, so that each device of a mesh holds what
-its own heads take: the shard's query heads, then its heads of K, then those of V, head_dim
-columns each. A KV head that several shards read is there once for each of them (see
+"""A layer's q, k and v as one projection, so that a step multiplies x once and not three times. In
+checkpoints the three are separate (`AttentionParams`), and also in steps with hidden caches, which
+read the weights of K and V alone: slicing the fused weights would copy them. All other steps take
+them fused (`FusedAttention`). The columns are ordered by shard, so that each device of a mesh holds
+the columns of its own heads: the shard's query heads, then its heads of K, then its heads of V,
+head_dim columns each. A KV head that several shards read is repeated for each of them (see
 `sharding.pool_kv_heads`). Latent projections (`LatentAttention`) stay as they are.
 """
 
@@ -47,7 +46,7 @@ def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -
 
 
 def fuse(params: Params, config: ModelConfig, shards: int = 1) -> Params:
-    """A checkpoint's parameters with q, k and v fused. Those are copied, all other arrays are
+    """A checkpoint's parameters with q, k and v fused. These three are copied; all other arrays are
     shared with `params`."""
     return _with_layers(
         params, lambda attn: _fused(attn, lambda parts: side_by_side(parts, config, shards))
@@ -55,7 +54,7 @@ def fuse(params: Params, config: ModelConfig, shards: int = 1) -> Params:
 
 
 def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
-    """The specs of fused parameters: a tree of `ParamSpec`, structured as they are."""
+    """The specs of fused parameters: a tree of `ParamSpec` with their structure."""
     queries, kv = heads_a_shard(config, shards)
     columns = (queries + 2 * kv) * config.head_dim
 
@@ -75,7 +74,7 @@ def _with_layers(params: Params, change: Any) -> Params:
 
 
 def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
-    """The attention's parameters with q, k and v joined. join: makes one leaf of their three."""
+    """The attention's parameters with q, k and v joined. join: joins the three leaves to one."""
     qkv = jax.tree.map(lambda *parts: join(parts), attn.q, attn.k, attn.v)
     return FusedAttention(
         qkv=qkv, o=attn.o, q_norm=attn.q_norm, k_norm=attn.k_norm, sinks=attn.sinks
@@ -84,8 +83,9 @@ def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
     """Bytes of parameters on each device (without a mesh: on the one device), with q, k and v
-    fused, and quantised ones as they are stored. Unfused ones take the same, except where KV heads
-    are repeated, and those models have no hidden caches. dtype: of what has none of its own."""
+    fused, and quantised ones as they are stored. Unfused parameters take the same, unless KV heads
+    are repeated, and such models have no hidden caches. dtype: dtype of parameters without a dtype
+    of their own."""
     shards = 1 if mesh is None else mesh.size
     specs = jax.tree.leaves(fused_specs(get_family(config.family), config, shards))
     return sum(

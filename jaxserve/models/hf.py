@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-# What is larger is a mistake, or meant to fill the memory.
+# A larger number is a mistake, or meant to fill the memory.
 MAX_POSITION = 1 << 27
 _MOST_OF = {
     "num_hidden_layers": 4096,
@@ -20,13 +20,13 @@ _repr.maxstring = _repr.maxother = 80
 
 
 def shown(value: Any) -> str:
-    """A field's value for a message, however long it is."""
+    """A field's value for a message, shortened if it is long."""
     return _repr.repr(value)
 
 
 def positive_int(hf: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """The field as an int of at least 1; ValueError naming it when missing, something else or
-    absurdly large."""
+    """The field as an int of at least 1. Raises ValueError, which names the field, if it is
+    missing, something else or absurdly large."""
     value = hf.get(field)
     value = default if value is None else value
     if value is None:
@@ -40,8 +40,8 @@ def positive_int(hf: Mapping[str, Any], field: str, default: int | None = None) 
 
 
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    """The field as a float above 0, finite; ValueError naming it when missing or something
-    else."""
+    """The field as a finite float above 0. Raises ValueError, which names the field, if it is
+    missing or something else."""
     value = hf.get(field)
     value = default if value is None else value
     if value is None:
@@ -52,7 +52,7 @@ def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> f
 
 
 def flag(hf: Mapping[str, Any], field: str, default: bool) -> bool:
-    """The field as a bool; ValueError naming it when it is something else."""
+    """The field as a bool. Raises ValueError, which names the field, if it is something else."""
     value = hf.get(field)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -61,7 +61,8 @@ def flag(hf: Mapping[str, Any], field: str, default: bool) -> bool:
 
 
 def one_of(hf: Mapping[str, Any], field: str, known: tuple[str, ...]) -> str:
-    """The field (default: the first known value); ValueError naming it when it is not known."""
+    """The field (default: the first known value). Raises ValueError, which names the field, if its
+    value is not known."""
     value = hf.get(field)
     value = known[0] if value is None else value
     if value not in known:
@@ -72,8 +73,8 @@ def one_of(hf: Mapping[str, Any], field: str, known: tuple[str, ...]) -> str:
 
 
 def mapping(hf: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """The field as an object, empty where it is missing; ValueError naming it when something
-    else."""
+    """The field as an object, empty if it is missing. Raises ValueError, which names the field, if
+    it is something else."""
     value = hf.get(field) or {}
     if not isinstance(value, Mapping):
         raise ValueError(f"config.json: {field} must be an object, got {shown(value)}")
@@ -91,7 +92,7 @@ def token_ids(hf: Mapping[str, Any], field: str) -> tuple[int, ...]:
 
 
 def bos_token_id(hf: Mapping[str, Any]) -> int | None:
-    """The first of the ids that `bos_token_id` gives; None where it gives none."""
+    """The first of the ids in `bos_token_id`; None if there is none."""
     ids = token_ids(hf, "bos_token_id")
     return ids[0] if ids else None
 
@@ -100,8 +101,8 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def layer_types(hf: Mapping[str, Any], num_layers: int, default: list[str]) -> list[str]:
-    """What each layer attends to, of `LAYER_TYPES`; ValueError naming the field when something
-    else. default: where it is missing."""
+    """What each layer attends to, of `LAYER_TYPES`. Raises ValueError, which names the field, if it
+    is something else. default: used if the field is missing."""
     kinds = hf.get("layer_types")
     if kinds is None:
         return default

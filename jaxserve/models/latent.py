@@ -1,11 +1,11 @@
 """Latent projections of one layer's attention (multi-head latent attention, DeepSeek-AI 2024,
-section 2.1): K and V of a token are made of a few numbers, and of one rotated part of K that all
-heads share; queries may be, too.
+section 2.1): K and V of a token are computed from a small latent vector, and from a rotated part of
+K that all heads share. Queries may also be computed from a latent vector.
 
-What attends gets K and V of each head, made whole, and caches them so. Heads of V have fewer
-elements than those of K, and are filled up with zeros. Weights stay the low-rank products that
-checkpoints have. A cache of the few numbers alone, with `kv_b` folded into queries and outputs,
-would take what `kv_a` makes; there is none yet.
+Attention gets the full K and V of each head, and caches them like that. Heads of V have fewer
+elements than those of K, and are padded with zeros. Weights stay the low-rank factors of
+checkpoints. A cache of the latent vectors alone, with `kv_b` folded into queries and outputs, would
+store the output of `kv_a`; there is none yet.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jaxserve.models.rope import rotate_pairs
 from jaxserve.models.sharding import constrain
 from jaxserve.pallas_kernels import rms_norm
 
-NORM_EPS = 1e-6  # of the norms of latent numbers, whatever that of others is
+NORM_EPS = 1e-6  # of the norms of latent vectors, whatever the others'
 
 
 @flax.struct.dataclass
 class LatentAttention:
-    """One layer's attention parameters, as in checkpoints and in steps. In order of columns a head
-    has its plain part before the rotated one, and K before V.
+    """One layer's attention parameters, as in checkpoints and in steps. In the columns of a head,
+    the plain part is before the rotated one, and K before V.
 
     Attributes:
-        q_a: [d_model, q_rank]; None where queries are projected at once.
+        q_a: [d_model, q_rank]; None if queries are projected directly.
         q_a_norm: [q_rank], likewise.
         q_b: [q_rank, num_heads * (plain + rotated)], or [d_model, ...].
         kv_a: [d_model, rank + rotated], the rotated part of K last.
@@ -54,7 +54,7 @@ def latent_leaves(config: ModelConfig, name: str, *, bias: bool) -> LatentAttent
     Args:
         config: the model's, with latent projections.
         name: its prefix in checkpoints.
-        bias: whether what projects to latent numbers, and the output projection, have biases.
+        bias: whether the projections to latent vectors and the output projection have biases.
     """
     latent = config.latent
     assert latent is not None
@@ -111,12 +111,13 @@ def latent_input(
         config: the model's.
         x: [T, d_model], normalised.
         kind: the layer's.
-        rotation: of its rope, see `rope.angles`.
+        rotation: angles of its rope, see `rope.angles`.
         mesh: the devices that the parameters are sharded over; None for one.
     """
     latent = config.latent
     assert latent is not None and rotation is not None
-    # Whole, or XLA would have each shard make its own part of them, and gather the parts.
+    # Replicated: otherwise XLA would have each shard compute its own part of them, and gather the
+    # parts.
     x = constrain(x, mesh, None, None)
 
     def by_head(x: jax.Array, part: Linear) -> jax.Array:

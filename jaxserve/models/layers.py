@@ -25,9 +25,9 @@ class Linear:
     """A projection.
 
     Attributes:
-        kernel: [in, out], of experts [experts, in, out]; may be `Quantized`.
+        kernel: [in, out], for experts [experts, in, out]; may be `Quantized`.
         bias: [out], or None.
-        lora: what adapters of the step's rows add, see `jaxserve.models.lora`; None for nothing.
+        lora: adapters of the step's rows, see `jaxserve.models.lora`; None for no adapters.
         transposed: the kernel is [..., out, in], see `jaxserve.weights.transpose_loaded`.
     """
 
@@ -39,13 +39,13 @@ class Linear:
 
 @flax.struct.dataclass
 class Norm:
-    """scale and bias, [width] each; None where the norm has none."""
+    """scale and bias, [width] each; None if the norm has none."""
 
     scale: Params = None
     bias: Params = None
 
 
-# Fewer rows make a matrix-vector product, for which XLA's CPU compiler converts all of the weight.
+# Fewer rows become a matrix-vector product, for which XLA's CPU compiler converts the whole weight.
 _FEWEST_ROWS = 4
 
 
@@ -62,13 +62,13 @@ def matmul(
     If x is wider than the weights (float32 on 16 bits), it is rounded to their dtype and the sums
     stay in float32. XLA's CPU compiler then uses its library's mixed matmul, which reads the
     weights as they are. With a 16-bit result, or too few rows, it would convert them first, in each
-    step. With numba installed there are kernels of our own, see `has_skinny_matmul`.
+    step. If numba is installed, our own kernels are used, see `has_skinny_matmul`.
 
     Args:
         x: [T, in].
         weights: [in, out].
         transposed: the weights are [out, in].
-        dtype: of the result; None for that of x.
+        dtype: dtype of the result; None for that of x.
         mesh: the devices that the weights are sharded over; None for one.
     """
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))
@@ -95,12 +95,12 @@ def linear(x: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:
 
 
 def with_low_rank(y: jax.Array, x: jax.Array, lora: Lora, mesh: Mesh | None) -> jax.Array:
-    """A projection, and what each token's adapter adds to it.
+    """A projection plus the low-rank product of each token's adapter.
 
     Args:
-        y: [T, out], the projection; its parts one behind the other, as those of `lora`.
-        x: [T, in], what it is of.
-        lora: of all adapters, and which columns the tokens have.
+        y: [T, out], the projection, with its parts in the order of `lora`.
+        x: [T, in], its input.
+        lora: all adapters, and the columns of each token.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -116,29 +116,29 @@ def with_low_rank(y: jax.Array, x: jax.Array, lora: Lora, mesh: Mesh | None) -> 
 
 
 def lora_parts(x: jax.Array, lora: Lora, mesh: Mesh | None) -> list[jax.Array]:
-    """What each token's adapter adds to each part of a projection.
+    """The low-rank product of each token's adapter for each part of a projection.
 
     Args:
         x: [T, in].
-        lora: of all adapters, and which columns the tokens have.
+        lora: all adapters, and the columns of each token.
         mesh: the devices that they are sharded over; None for one.
 
     Returns:
-        [T, out] of each part, in the dtype of x; zeros for tokens without an adapter.
+        [T, out] for each part, in the dtype of x; zeros for tokens without an adapter.
     """
     assert lora.rows is not None
     own, parts = lora.rows.own, len(lora.b)
     width = own.shape[1]
     a = lora.a[:width].reshape(width * parts, -1)
     low = matmul(x, a, transposed=True, mesh=mesh).reshape(len(x), width, parts)
-    # Not a product: what another adapter has made of x may be infinite.
+    # Not a product with 0: another adapter's values may be infinite.
     low = jnp.where(own[:, :, None], low, 0)
     return [matmul(low[:, :, part], b[:width], mesh=mesh) for part, b in enumerate(lora.b)]
 
 
 def embed_rows(table: jax.Array | Quantized, ids: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Rows of table [V, d] at ids [T], in this dtype. Ids outside are clipped, since padding tokens
-    may hold any."""
+    """Rows of table [V, d] at ids [T], in this dtype. Ids are clipped, since padding tokens may
+    have any id."""
     if isinstance(table, Quantized):
         return take_rows(table, ids, dtype)
     return jnp.take(table, ids, axis=0, mode="clip").astype(dtype)
@@ -179,7 +179,7 @@ def linear_leaves(
         name: its name in checkpoints, without ".weight".
         shape: [in, out].
         axes: names of both axes, see `ParamSpec`.
-        bias: whether it has one.
+        bias: whether it has a bias.
         std: see `ParamSpec`.
         granule: see `ParamSpec`.
         rows: see `HFTensor`.
@@ -200,9 +200,9 @@ def norm_leaves(
     Args:
         name: its name in checkpoints.
         width: elements that it normalises over.
-        scale: whether it has one.
-        bias: whether it has one.
-        offset: that is added to the scale.
+        scale: whether it has a scale.
+        bias: whether it has a bias.
+        offset: offset that is added to the scale.
     """
 
     def leaf(init: str, part: str) -> Leaf:
@@ -219,7 +219,7 @@ def table_leaf(name: str, rows: int, width: int, rows_axis: str | None, std: flo
 
     Args:
         name: its name in checkpoints, without ".weight".
-        rows: entries.
+        rows: number of entries.
         width: elements of an entry.
         rows_axis: name of the first axis, see `ParamSpec`.
         std: see `ParamSpec`.

@@ -1,14 +1,14 @@
 """Low-rank adapters (LoRA, Hu et al. 2021, section 4.1) of many requests in one product.
 
 An adapter adds x A B to a projection's x W, with A [in, rank] and B [rank, out], B already times
-the adapter's scale. A projection's A of all adapters lie side by side in one room of columns, and
-its B one below the other. An adapter takes as many columns as its rank's bucket has, and `owner`
-says whose each column is.
+the adapter's scale. For each projection, the A of all adapters lie side by side in one range of
+columns, and the B one below the other. An adapter takes as many columns as its rank's bucket, and
+`owner` says which adapter has each column.
 
-On one CPU a kernel reads the columns of those adapters that the batch has. Elsewhere such a batch
-takes two products: of x with all A of the room's first columns, and, with zeros where a column is
-not of the row's own adapter, with all B. Adding those zeros is exact: a row's result does not
-depend on what is in other columns. Steps are compiled for few columns and for all (`widths`).
+On one CPU, a kernel reads only the columns of adapters in the batch. Elsewhere the batch takes two
+products: of x with A in the first columns, and of the result with B, where columns of other
+adapters are set to zero. Adding those zeros is exact: a row's result does not depend on other
+columns. Steps are compiled for few columns and for all (`widths`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BASE = 0
 """The number of a row without an adapter; the adapter in slot i has number i + 1."""
 
 _TILE = 128
-"""Columns that a matrix unit multiplies as fast as fewer."""
+"""A matrix unit multiplies fewer columns no faster than this many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class LoraSlots:
     """Room for adapters on the device. Hashable: steps are compiled for it.
 
     Attributes:
-        count: how many there may be at once.
+        count: most adapters at once.
         rank: the largest rank, one of `RANKS`.
         targets: last parts of the names of the projections that adapters may change, such as
             "q_proj"; empty for all.
@@ -53,12 +53,12 @@ class LoraSlots:
 
     @property
     def columns(self) -> int:
-        """Of the room of a projection: as many as adapters of the largest rank take."""
+        """Columns for a projection: enough for all adapters to have the largest rank."""
         return self.count * self.rank
 
     def widths(self, *, skips: bool) -> tuple[int, ...]:
-        """How many of the room's first columns steps are compiled for, ascending. skips: whether
-        steps read no columns but those of their rows' adapters, so that one number is enough."""
+        """Numbers of columns that steps are compiled for, ascending. skips: whether steps only read
+        the columns of their rows' adapters, so that one number is enough."""
         few = self.columns // 4 // RANKS[0] * RANKS[0]
         return (self.columns,) if skips or self.columns <= _TILE else (few, self.columns)
 
@@ -70,12 +70,12 @@ def bucket(rank: int) -> int:
 
 @flax.struct.dataclass
 class RowColumns:
-    """Which columns the tokens of a step have.
+    """The columns of the tokens of a step.
 
     Attributes:
         numbers: int32 [T], each token's adapter.
-        owner: int32 [columns], of the whole room, see `Adapters`.
-        own: bool [T, width], which of the first columns are of the token's adapter.
+        owner: int32 [columns], of all columns, see `Adapters`.
+        own: bool [T, width], which of the first columns belong to the token's adapter.
     """
 
     numbers: Any
@@ -88,9 +88,9 @@ class Lora:
     """All adapters of a projection, or one adapter's part of it.
 
     Attributes:
-        a: [columns, parts, in]; the parts are q, k and v where those are fused, else one.
-        b: [columns, out] of each part.
-        rows: which of the columns the tokens have; None while no step reads them.
+        a: [columns, parts, in]; the parts are q, k and v if those are fused, else a single one.
+        b: [columns, out] for each part.
+        rows: the columns of the tokens; None outside of steps.
     """
 
     a: Any
@@ -99,7 +99,7 @@ class Lora:
 
 
 Layers = tuple[dict[str, Lora], ...]
-"""Of each layer, by `Projection.place`."""
+"""The adapters of each layer, by `Projection.place`."""
 
 
 @flax.struct.dataclass
@@ -107,8 +107,8 @@ class Adapters:
     """All adapters on the device.
 
     Attributes:
-        owner: int32 [columns], the number of the adapter that has the column, 0 for nobody. An
-            adapter's columns are together, and begin at a multiple of how many they are.
+        owner: int32 [columns], the number of the adapter that has the column, 0 for none. An
+            adapter's columns are contiguous, and begin at a multiple of their number.
         layers: A and B.
     """
 
@@ -121,9 +121,9 @@ class Projection(NamedTuple):
 
     Attributes:
         layer: index of its layer.
-        place: where its adapters are among those of the layer: "attn" for q, k and v where they
-            are fused, else its own path in the layer's tree.
-        leaf: of its kernel, [in, out].
+        place: key of its adapters in the layer: "attn" for q, k and v if they are fused, else its
+            path in the layer's tree.
+        leaf: leaf of its kernel, [in, out].
     """
 
     layer: int
@@ -141,12 +141,13 @@ FUSED = "attn"
 
 
 def projections(family: Family, config: ModelConfig, *, fused: bool) -> Iterator[Projection]:
-    """All of a model's layers; q, k and v in this order. fused: whether steps take those as one."""
+    """The projections of all layers; q, k and v in this order. fused: whether steps take q, k and v
+    as one."""
     for index, layer in enumerate(family.leaves(config).layers):
         for path, leaf in jax.tree_util.tree_leaves_with_path(layer):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             place, _, part = name.rpartition(".")
-            # Experts are stacked, and what routes to them is `wide`: neither is for `linear`.
+            # Experts are stacked, and their router is `wide`: neither goes through `linear`.
             if part == "kernel" and len(leaf.spec.shape) == 2 and not leaf.wide:
                 yield Projection(index, FUSED if fused and place in _QKV else place, leaf)
 
@@ -154,14 +155,14 @@ def projections(family: Family, config: ModelConfig, *, fused: bool) -> Iterator
 def adapter_specs(
     family: Family, config: ModelConfig, slots: LoraSlots, *, fused: bool
 ) -> Adapters:
-    """Specs of the room for adapters, cut over a mesh as the projections are. Where q, k and v are
-    fused, there is room for all three of them, or for none.
+    """Specs of the arrays for adapters, cut over a mesh like the projections. If q, k and v are
+    fused, there are columns for all three of them, or for none.
 
     Args:
         family: the model's.
         config: its shape.
-        slots: the room.
-        fused: whether q, k and v are.
+        slots: the room for adapters.
+        fused: whether q, k and v are fused.
     """
     every = list(projections(family, config, fused=fused))
     wanted = {
@@ -196,7 +197,7 @@ def with_adapters(params: Params, adapters: Adapters, numbers: jax.Array, width:
         params: the model's.
         adapters: all of them.
         numbers: int32 [T], the adapter of each token, or `BASE`.
-        width: how many of the room's first columns have all of those.
+        width: number of first columns that contain all of these.
     """
     own = (numbers[:, None] == adapters.owner[:width]) & (numbers[:, None] != BASE)
     rows = RowColumns(numbers, adapters.owner, own)
@@ -220,21 +221,21 @@ def with_adapters(params: Params, adapters: Adapters, numbers: jax.Array, width:
 
 
 def make_put(adapters: Adapters) -> Callable[..., Adapters]:
-    """A jitted function (adapters, layers of another one, its number, the first of its columns) ->
-    the adapters with that one. The first are donated, and stay on their devices."""
+    """A jitted function (adapters, layers of a new adapter, its number, its first column) -> the
+    adapters with the new one. The first argument is donated, and stays on its devices."""
     where = jax.tree.map(lambda array: array.sharding, adapters)
     return jax.jit(_put, donate_argnums=0, out_shardings=where)
 
 
 def empty_adapter(adapters: Adapters, columns: int) -> Layers:
-    """An adapter that changes nothing, of so many columns: NumPy arrays."""
+    """An adapter of this many columns that changes nothing: NumPy arrays."""
     return jax.tree.map(
         lambda array: np.zeros((columns, *array.shape[1:]), array.dtype), adapters.layers
     )
 
 
 def make_adapters(specs: Adapters, dtype: DTypeLike, mesh: Mesh | None) -> Adapters:
-    """Room with nothing in it, on the devices."""
+    """Empty arrays for adapters, on the devices."""
 
     def zeros(spec: ParamSpec) -> jax.Array:
         return jnp.zeros(spec.shape, spec.dtype or dtype, device=param_sharding(mesh, spec))
@@ -243,7 +244,7 @@ def make_adapters(specs: Adapters, dtype: DTypeLike, mesh: Mesh | None) -> Adapt
 
 
 def adapter_bytes(specs: Adapters, dtype: DTypeLike, mesh: Mesh | None) -> int:
-    """Bytes of the room on each device."""
+    """Bytes of the arrays for adapters on each device."""
     return sum(
         math.prod(param_sharding(mesh, spec).shard_shape(spec.shape))
         * jnp.dtype(spec.dtype or dtype).itemsize
@@ -257,6 +258,6 @@ def _put(adapters: Adapters, new: Layers, number: jax.Array, first: jax.Array) -
         return jax.lax.dynamic_update_slice(room, mine.astype(room.dtype), at)
 
     columns = jax.tree.leaves(new)[0].shape[0]
-    left = jnp.where(adapters.owner == number, BASE, adapters.owner)  # by who had it before
+    left = jnp.where(adapters.owner == number, BASE, adapters.owner)  # drops its old columns
     owner = into(left, jnp.full(columns, number))
     return Adapters(owner, jax.tree.map(into, adapters.layers, new))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 TENSOR = "tensor"
 
-# None: every device has all of it.
+# None: every device has the whole axis.
 RULES: dict[str, str | None] = {
-    "experts": TENSOR,  # where their width does not divide
+    "experts": TENSOR,  # if their width does not divide
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: what quantised weights cost."""
+"""How well a model predicts a text: measures the loss by quantised weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def perplexity(
     dtype: DTypeLike,
     mesh: Mesh | None,
 ) -> float:
-    """exp of the mean negative log-probability of a text's tokens, each window of it by itself.
+    """exp of the mean negative log-probability of a text's tokens, computed window by window.
 
     Args:
         family: the model's.
         params: its parameters, as a checkpoint has them.
         config: its shape.
-        tokens: int [n], at least 2. Counted are at most `MOST_WINDOWS` windows of `WINDOW` tokens.
-        dtype: of the activations.
+        tokens: int [n], at least 2. At most `MOST_WINDOWS` windows of `WINDOW` tokens are used.
+        dtype: dtype of the activations.
         mesh: the devices that the parameters are on; None for one.
     """
     size = min(WINDOW, config.max_position, len(tokens))
@@ -42,7 +42,7 @@ def perplexity(
 
     @jax.jit
     def loss(params: Params, window: jax.Array) -> jax.Array:
-        """Of all its tokens but the first, together."""
+        """The summed loss of all tokens but the first."""
         logits = sequence_logits(family, params, config, window, dtype=dtype, mesh=mesh)
         log_probs = jax.nn.log_softmax(logits[:-1])
         return -jnp.take_along_axis(log_probs, window[1:, None], axis=1).sum()

@@ -50,7 +50,7 @@ _GEMMA_3: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 
-# What a rotary model's config says beside its shape, and other than most of them.
+# Fields of rotary models' configs beside their shape that differ from most.
 _ROTARY: dict[str, dict[str, Any]] = {
     "llama-3-8b": _LLAMA_3,
     "llama-3-70b": _LLAMA_3,
@@ -73,7 +73,7 @@ _ROTARY: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN_3
     | {
         "model_type": "qwen3_moe",
-        "intermediate_size": 6144,  # of layers without experts, of which it has none
+        "intermediate_size": 6144,  # of layers without experts; it has none
         "moe_intermediate_size": MODELS["qwen3-30b-a3b"].d_ff,
         "num_experts": MODELS["qwen3-30b-a3b"].experts,
         "num_experts_per_tok": MODELS["qwen3-30b-a3b"].experts_per_token,
@@ -145,7 +145,8 @@ def preset_names() -> list[str]:
 
 
 def preset(name: str) -> dict[str, Any]:
-    """The config.json of a known model's shape, as a new dict; ValueError lists the names."""
+    """The config.json of a known model's shape, as a new dict. Raises ValueError, which lists the
+    names."""
     if name not in MODELS:
         raise ValueError(f"model.preset {name!r} is not known (known: {', '.join(preset_names())})")
     shape = MODELS[name]

@@ -1,4 +1,4 @@
-"""Weights in few bits: how they are stored, and what they stand for."""
+"""Quantised weights: how they are stored, and what they stand for."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 DTYPES = {"int8": "int8", "int4": "int8", "fp8": "float8_e4m3fn"}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}
 GROUPS = (32, 64, 128)
-NONE = "none"  # of what the user wants
-DEFAULT_GROUP = 32  # of int4, where nobody says
+NONE = "none"  # the user wants unquantised weights
+DEFAULT_GROUP = 32  # of int4
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Scheme:
 
     Attributes:
         kind: "int8", "int4" or "fp8" (e4m3).
-        group: inputs that share an output's scale, one after another; 0: all of them.
-        zero: each group has a zero point.
+        group: number of consecutive inputs that share an output's scale; 0: all inputs.
+        zero: whether each group has a zero point.
         scale: dtype of the scales.
-        minimum: each group has a float32 that is added.
+        minimum: whether each group has a float32 minimum, which is added.
     """
 
     kind: str
@@ -49,22 +49,22 @@ class Scheme:
 
     @property
     def dtype(self) -> str:
-        """The dtype that the numbers are in."""
+        """The dtype of the numbers."""
         return DTYPES[self.kind]
 
     @property
     def bits(self) -> int:
-        """Of a number."""
+        """Bits of a number."""
         return 4 if self.kind == "int4" else 8
 
     def alike(self, other: Scheme, inputs: int) -> bool:
-        """Whether both store a weight of so many inputs in the same way: one group of all is as
-        good as no groups."""
+        """Whether both store a weight of this many inputs in the same way: one group of all inputs
+        equals no groups."""
         fields = dataclasses.replace(self, group=0) == dataclasses.replace(other, group=0)
         return fields and (self.group or inputs) == (other.group or inputs)
 
     def groups(self, inputs: int) -> int:
-        """How many an output has; ValueError if they do not divide its inputs."""
+        """Number of groups per output. Raises ValueError if groups do not divide the inputs."""
         group = self.group or inputs
         if inputs % group:
             raise ValueError(f"groups of {group} do not divide {inputs} inputs")
@@ -78,19 +78,20 @@ BLOCKS = {
     "Q4_1": Scheme("int4", 32, minimum=True, scale="float16"),
     "Q4_K": Scheme("int4", 32, minimum=True, scale="float32"),
 }
-"""How tensors of GGUF files are kept, by GGML's name of their type; others are made wide."""
+"""How tensors of GGUF files are kept quantised, by GGML's name of their type; others are made
+wide."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which weights of a model are stored in few bits, and how.
+    """Which weights of a model are quantised, and how.
 
     Attributes:
-        scheme: of the projections.
-        table: of the tables of the vocabulary.
-        wide: those that are not, by their names in checkpoints, without ".weight".
-        others: those that are stored otherwise, by name, and how.
-        dequantizable: the checkpoint's can be loaded wide, too.
+        scheme: scheme of the projections.
+        table: scheme of the tables of the vocabulary.
+        wide: weights that are not quantised, by their names in checkpoints, without ".weight".
+        others: weights with other schemes, by name.
+        dequantizable: whether the checkpoint's weights can also be loaded wide.
     """
 
     scheme: Scheme
@@ -101,12 +102,12 @@ class Quantization:
 
 
 def parse_quantization(text: str) -> Quantization:
-    """What "int8", "int4", "int4:group=64", "int4:group=32,zero" or "fp8" stands for. int4 is by
-    groups, of 32 where it does not say; the others have a scale an output. Tables of the vocabulary
-    are int8, with a scale per token.
+    """What "int8", "int4", "int4:group=64", "int4:group=32,zero" or "fp8" stands for. int4 has
+    groups, by default of 32; the others have one scale per output. Tables of the vocabulary are
+    int8, with a scale per token.
 
     Raises:
-        ValueError: If it is none of those.
+        ValueError: If the text has another form.
     """
     kind, _, rest = text.partition(":")
     group, zero = DEFAULT_GROUP if kind == "int4" else 0, False
@@ -133,15 +134,14 @@ class Quantized:
     experts' weights [experts, in, out].
 
     Attributes:
-        q: the numbers, in the weight's shape: int8 or float8_e4m3fn. Of 4 bits two inputs are in
-            one int8, the first in its low half, so that there are half as many.
-        scale: [groups, out], of a table [entries, groups]: a group is as many inputs one after
-            another.
+        q: the numbers, in the weight's shape: int8 or float8_e4m3fn. With 4 bits, an int8 holds two
+            inputs, the first in its low half, so there are half as many.
+        scale: [groups, out], for a table [entries, groups]; a group consists of consecutive inputs.
         zero: int8, the shape of `scale`; None for none.
         minimum: float32, the shape of `scale`; None for none.
-        bits: of a number.
-        axes: of the mesh, over which inputs and outputs are cut (see `mesh_axes.RULES`).
-        inputs: dtype that kernels of CPUs round what they multiply to; None for none.
+        bits: bits of a number.
+        axes: mesh axes over which inputs and outputs are cut (see `mesh_axes.RULES`).
+        inputs: dtype to which CPU kernels round their inputs; None for no rounding.
     """
 
     q: Any
@@ -154,7 +154,7 @@ class Quantized:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """What it stands for is at least as exact as this: float32."""
+        """The dtype of the values that it stands for: float32."""
         return jnp.dtype(jnp.float32)
 
 
@@ -192,15 +192,15 @@ def quantized_dot(
 ) -> jax.Array:
     """x [T, in] times what the weights stand for -> [T, out] in this dtype. Sums are in float32.
 
-    On GPUs and TPUs nothing wider is written to memory: XLA takes numbers with one scale an output
-    into the product as they are, groups have a kernel. On CPUs 8 and 4 bits have kernels, for any
+    On GPUs and TPUs no wider weights are written to memory: XLA multiplies numbers with one scale
+    per output directly, and a kernel handles groups. On CPUs 8 and 4 bits have kernels, for any
     number of rows if x is rounded to bfloat16 (`inputs`); else XLA writes the weights out wide.
 
     Args:
         x: [T, in].
         weights: [in, out].
         transposed: they are a table, [out, in].
-        dtype: of the result.
+        dtype: dtype of the result.
         mesh: the devices that the weights are sharded over; None for one.
     """
     parts, axes = (weights.q, weights.scale, weights.zero, weights.minimum), weights.axes
@@ -232,14 +232,14 @@ def quantized_grouped_dot(
     dtype: DTypeLike,
 ) -> jax.Array:
     """Each group of rows times what its own weights stand for, on one device, see `grouped_matmul`.
-    CPUs have kernels of 8 and 4 bits; else XLA writes all weights out wide.
+    CPUs have kernels for 8 and 4 bits; otherwise XLA writes all weights out wide.
 
     Args:
         x: [T, in], by group.
         weights: [groups, in, out].
         group_sizes: int32 [groups].
         transposed: they are [groups, out, in].
-        dtype: of the result, [T, out].
+        dtype: dtype of the result, [T, out].
     """
     rounded = x if weights.inputs is None else x.astype(weights.inputs)
     parts = (weights.q, weights.scale, weights.zero)
@@ -253,7 +253,7 @@ def quantized_grouped_dot(
 
 
 def pack_pairs(numbers: Array, axis: int) -> Array:
-    """int8 numbers of 4 bits, two neighbours along the axis in one."""
+    """Packs 4-bit numbers in int8, two neighbours along the axis in one int8."""
     shape = list(numbers.shape)
     shape[axis : axis + 1] = [shape[axis] // 2, 2]
     moveaxis = np.moveaxis if isinstance(numbers, np.ndarray) else jnp.moveaxis

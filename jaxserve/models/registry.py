@@ -21,7 +21,7 @@ MODEL_TYPES = tuple(sorted(known_type for family in FAMILIES for known_type in f
 
 
 def get_family(name: str) -> Family:
-    """The family called `name`; ValueError lists the known ones."""
+    """The family called `name`. Raises ValueError, which lists the known ones."""
     for family in FAMILIES:
         if family.name == name:
             return family

@@ -61,14 +61,14 @@ class Rope:
         theta: base of the frequencies.
         factor: how many times the context was stretched; dynamic: how fast the base grows.
         original_max: context length before that, in tokens.
-        low, high: llama3: the wavelengths original_max / low and / high bound the blend;
-            yarn: beta_slow and beta_fast, in rotations over original_max.
+        low, high: llama3: the wavelengths original_max / low and / high bound the blend; yarn:
+            beta_slow and beta_fast, in rotations over original_max.
         truncate: yarn: whole dimensions as the blend's bounds.
         amplitude: factor on cos and sin (yarn's attention temperature).
-        partial: this share of a head's elements is rotated, the first ones.
-        factors: longrope: what the frequencies are divided by, one each.
-        short_factors: likewise where no context is longer than original_max.
-        longest: dynamic: the longest context, in tokens, which its base suits.
+        partial: share of a head's elements that is rotated, starting with the first.
+        factors: longrope: divisors of the frequencies.
+        short_factors: likewise, if no context is longer than original_max.
+        longest: dynamic: the longest context in tokens, which determines its base.
     """
 
     kind: str = "default"
@@ -86,15 +86,15 @@ class Rope:
 
 
 def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
-    """Reads `rope_theta` and `rope_scaling` of a config.json, or the newer `rope_parameters`. Where
-    both are given, the older one is what somebody has added to the config, and counts.
+    """Reads `rope_theta` and `rope_scaling` of a config.json, or the newer `rope_parameters`. If
+    both are given, somebody has added the older one to the config, so it takes precedence.
 
     Args:
         hf: the config.
         partial: whether models of its kind may rotate a part of each head.
 
     Raises:
-        ValueError: Names the field of a scaling that is not supported.
+        ValueError: If a scaling is not supported; names its field.
     """
     field = _field(hf)
     scaling = fields.mapping(hf, field)
@@ -103,7 +103,7 @@ def rope_from_hf(hf: Mapping[str, Any], *, partial: bool = False) -> Rope:
         raise ValueError(f"config.json: rope_theta must be above 1, got {theta:g}")
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in scaling):
-        kind = "longrope"  # its names in the first of Phi-3's configs
+        kind = "longrope"  # its name in Phi-3's first configs
     if not isinstance(kind, str) or kind not in _KNOWN:
         raise ValueError(
             f"config.json: {field}.rope_type {fields.shown(kind)} is not supported "
@@ -158,8 +158,8 @@ def _field(hf: Mapping[str, Any]) -> str:
 
 
 def _original_max(hf: Mapping[str, Any], scaling: Mapping[str, Any], max_position: int) -> int:
-    """The context that the model was first trained with: as the config itself has it, before what
-    its scaling says."""
+    """The context that the model was first trained with: the config's own field comes before the
+    scaling's."""
     name = "original_max_position_embeddings"
     return fields.positive_int(hf, name, fields.positive_int(scaling, name, max_position))
 
@@ -191,9 +191,9 @@ def _factors(scaling: Mapping[str, Any], name: str, field: str) -> tuple[float, 
 
 
 def for_length(rope: Rope, longest: int) -> Rope:
-    """The rotation where no context is longer than this, in tokens: longrope has another for what
-    the model was first trained with, dynamic one for each length beyond that. One rotation for all,
-    since keys are cached rotated."""
+    """The rotation for contexts of at most this many tokens: longrope has another for contexts
+    within the original length, dynamic one for each length beyond it. All contexts share one
+    rotation, since keys are cached rotated."""
     if rope.kind == "longrope" and longest <= rope.original_max:
         return dataclasses.replace(rope, factors=rope.short_factors)
     if rope.kind == "dynamic":
@@ -202,7 +202,7 @@ def for_length(rope: Rope, longest: int) -> Rope:
 
 
 def check_width(rope: Rope, head_dim: int) -> None:
-    """ValueError where the rotation does not fit heads of this width."""
+    """Raises ValueError if the rotation does not fit heads of this width."""
     rotated = int(head_dim * rope.partial)
     if rotated % 2 or not 0 < rotated <= head_dim:
         raise ValueError(
@@ -222,12 +222,12 @@ def check_width(rope: Rope, head_dim: int) -> None:
 
 
 def longest_context(rope: Rope, hf: Mapping[str, Any]) -> int:
-    """The longest context of a config.json, in tokens; ValueError where that is absurd.
+    """The longest context of a config.json, in tokens. Raises ValueError if that is absurd.
 
-    `max_position_embeddings` is what transformers warns beyond, whatever the scaling. It may state
-    the context before or after it was stretched: YaRN's and dynamic ones' configs say the former.
-    With linear scaling it is taken as it is, since a context longer than the model's is worse than
-    a shorter one, unless `max_sequence_length` (Vicuna) says more.
+    transformers warns beyond `max_position_embeddings`, whatever the scaling. It may be the context
+    before or after stretching: with YaRN and dynamic scaling it is the former. With linear scaling
+    it is taken as it is, unless `max_sequence_length` (Vicuna) is larger, since a context beyond
+    the model's is worse than a shorter one.
     """
     stretched = fields.positive_int(hf, "max_position_embeddings")
     if rope.kind == "linear":
@@ -244,7 +244,7 @@ def longest_context(rope: Rope, hf: Mapping[str, Any]) -> int:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
-    """Radians per token of each pair of elements: float32 [half of those that are rotated]."""
+    """Radians per token of each pair of elements: float32 [rotated elements / 2]."""
     head_dim = int(head_dim * rope.partial)
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     theta = rope.theta
@@ -265,7 +265,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> np.ndarray:
 
 def angle_table(rope: Rope, head_dim: int, max_len: int) -> jax.Array:
     """cos and sin of all positions below max_len: float32 [2, max_len, head_dim // 2], a constant
-    of whatever uses it."""
+    in the program that uses it."""
     frequencies = inverse_frequencies(rope, head_dim)
     return pallas_kernels.angle_table(max_len, frequencies, rope.amplitude)
 
@@ -278,7 +278,7 @@ def angles(rope: Rope, head_dim: int, positions: jax.Array) -> tuple[jax.Array, 
 
 def rotate_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotates x [T, heads, 2 n] by cos and sin [T, 1, n]: element 2 i pairs with 2 i + 1, as in
-    DeepSeek. The first ones of all pairs come first in the result, then the second ones: products
+    DeepSeek. In the result, the first elements of all pairs come before the second ones: products
     of queries with keys don't depend on the order."""
     half = cos.shape[-1]
     pairs = x.reshape(*x.shape[:-1], half, 2)
@@ -295,7 +295,7 @@ def _yarn_keep(rope: Rope, head_dim: int) -> np.ndarray:
     """Share of the original frequency, falling linearly between two dimensions."""
 
     def dimension(rotations: float) -> float:
-        """Where the angle makes this many rotations over the original context."""
+        """The dimension whose angle makes this many rotations over the original context."""
         wavelength = rope.original_max / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -317,8 +317,8 @@ def _yarn_amplitude(scaling: Mapping[str, Any], factor: float) -> float:
 
 
 def score_factor(hf: Mapping[str, Any], rope: Rope) -> float:
-    """Factor on the scores of a DeepSeek, whose `mscale_all_dim` is of all elements of a head, and
-    so of queries and keys both; ValueError where it is no number. rope: of the same config."""
+    """Factor on the scores of a DeepSeek: `mscale_all_dim` scales all elements of a head, in both
+    queries and keys. Raises ValueError if it is not a number. rope: the same config's rope."""
     scaling = fields.mapping(hf, _field(hf))
     if rope.kind != "yarn" or not scaling.get("mscale_all_dim"):
         return 1.0

@@ -1,7 +1,7 @@
 """Tensor parallelism: logical axis names, and the rules that map them to the device mesh.
 
-Parameters and activations name their axes ("heads", "mlp", "vocab", ...); `RULES` says which of
-them are cut over the mesh axis "tensor" (Megatron-LM, Shoeybi et al. 2019, section 3).
+Parameters and activations name their axes ("heads", "mlp", "vocab", ...); `RULES` says which axes
+are cut over the mesh axis "tensor" (Megatron-LM, Shoeybi et al. 2019, section 3).
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxserve.models.base import ModelConfig, ParamSpec
 from jaxserve.models.mesh_axes import RULES, TENSOR
 
-_TILE = 128  # columns that devices hold, and multiply, together
+_TILE = 128  # columns that devices store and multiply together
 
 _Array = TypeVar("_Array", bound=jax.Array)
 
 
 def make_mesh(tensor: int) -> Mesh:
-    """A mesh of `tensor` devices with the one axis "tensor": the first ones of each host, equally
-    many, a host's own beside each other.
+    """A mesh of `tensor` devices with the single axis "tensor": equally many devices of each host,
+    the first ones, with a host's devices side by side.
 
     Raises:
-        ValueError: If `tensor` is below 1, above the number of devices, or no multiple of the
+        ValueError: If `tensor` is below 1, above the number of devices, or not a multiple of the
             hosts.
     """
     devices, hosts = jax.devices(), jax.process_count()
@@ -60,7 +60,8 @@ def named(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 
 
 def constrain(x: _Array, mesh: Mesh | None, *axes: str | None) -> _Array:
-    """Tells the compiler how `x` is cut. Axes that do not divide are left whole; no mesh, no-op."""
+    """Tells the compiler how `x` is cut. Axes that do not divide stay whole. Does nothing without a
+    mesh."""
     if mesh is None:
         return x
     fitting = _fitting(mesh, x.shape, axes)
@@ -92,16 +93,16 @@ def param_sharding(mesh: Mesh | None, param: ParamSpec) -> jax.sharding.Sharding
 
 
 def cut_axes(mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]) -> list[str | None]:
-    """The mesh axes over which an array of this shape is cut, whose axes have these names."""
+    """The mesh axes over which an array with this shape and these axis names is cut."""
     return [None if a is None else RULES[a] for a in _fitting(mesh, shape, axes)]
 
 
 def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
-    """KV heads in the pool: `num_kv_heads`, each repeated until the shards divide them. So the
-    projections make them (`jaxserve.models.fused`).
+    """KV heads in the pool: `num_kv_heads`, each repeated until the shards divide them. The
+    projections repeat them like that (`jaxserve.models.fused`).
 
     Raises:
-        ValueError: If the query heads cannot be shared out among the repeated KV heads.
+        ValueError: If the query heads cannot be divided among the repeated KV heads.
     """
     repeats = tensor // int(np.gcd(config.num_kv_heads, tensor))
     heads = config.num_kv_heads * repeats
@@ -114,12 +115,12 @@ def pool_kv_heads(config: ModelConfig, tensor: int) -> int:
 
 
 def heads_a_shard(config: ModelConfig, shards: int) -> tuple[int, int]:
-    """Query heads and KV heads that each shard computes, the repeated ones counted."""
+    """Query heads and KV heads that each shard computes, including repeated ones."""
     return config.num_heads // shards, pool_kv_heads(config, shards) // shards
 
 
 def check_tensor(config: ModelConfig, tensor: int) -> None:
-    """ValueError when the model cannot be cut into `tensor` shards."""
+    """Raises ValueError if the model cannot be cut into `tensor` shards."""
     if tensor < 1:
         raise ValueError(f"mesh.tensor must be at least 1, got {tensor}")
     experts = config.experts
@@ -157,14 +158,15 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
 def _fitting(
     mesh: Mesh, shape: Sequence[int], axes: Sequence[str | None]
 ) -> tuple[str | None, ...]:
-    """The axes, with None for those whose size the mesh does not divide. Of several that the same
-    devices would cut, the last is."""
+    """The axes, with None for axes whose size the mesh does not divide. If the same devices would
+    cut several axes, only the last is cut."""
     used: set[str] = set()
     experts = dict(zip(axes, shape, strict=True)).get("experts", 1)
 
     def divides(shards: int, size: int, axis: str | None) -> bool:
-        # Cut within a tile of their width, experts would be copied by each step of a TPU, and have
-        # no kernel on a GPU; so they are shared out whole, where their number allows it.
+        # If experts were cut within a tile of their width, each step on a TPU would copy them, and
+        # GPUs would have no kernel for them. So whole experts are distributed if their number
+        # allows it.
         whole_tiles = axis == "expert_mlp" and size >= _TILE and experts % shards == 0
         return size % (shards * _TILE if whole_tiles else shards) == 0
 

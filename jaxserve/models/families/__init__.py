@@ -1,1 +1,1 @@
-"""Families of models: how each embeds, what a layer does and what comes after the last."""
+"""Model families: the embedding, one layer and the final part of each."""

@@ -1,9 +1,9 @@
 """DeepSeek-V2 and V2-Lite: decoders with latent attention, and mixtures of experts in all layers
 but the first ones (DeepSeek-AI 2024, section 2).
 
-Norms, feed-forward and experts are those of Llama-style models, beside whose experts is one that
-takes part in each token whole. A router's weights are not normalised but scaled, and may be of a
-few groups of experts only. The cache has K and V of each head, see `jaxserve.models.latent`.
+Norms, feed-forward and experts are those of Llama-style models, plus a shared expert that all
+tokens go to with weight 1. A router's weights are scaled instead of normalised, and may be limited
+to a few groups of experts. The cache has K and V of each head, see `jaxserve.models.latent`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.models.layers import Linear, linear_leaves, norm_leaves, table_lea
 from jaxserve.models.rope import check_width, longest_context, rope_from_hf, score_factor
 
 MODEL_TYPES = ("deepseek_v2",)
-# What a config without the field means. One that is null is another thing.
+# Defaults for missing fields. A null field is something else.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 102400,
     "hidden_size": 4096,
@@ -49,7 +49,8 @@ GREEDY, BY_GROUP = "greedy", "group_limited_greedy"
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    """The config of a Hugging Face config.json; ValueError names an unsupported field."""
+    """The config of a Hugging Face config.json. Raises ValueError, which names an unsupported
+    field."""
     fields.one_of(hf, "model_type", MODEL_TYPES)
     fields.one_of(hf, "hidden_act", ("silu",))
     hf = {**DEFAULTS, **hf}
@@ -63,7 +64,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     if latent.rotated % 2:
         raise ValueError(f"config.json: qk_rope_head_dim {latent.rotated} must be even")
     width = latent.plain + latent.rotated
-    # A config's own head_dim is that of the rotated part.
+    # head_dim in the config is the size of the rotated part.
     shape = common_fields({**hf, "head_dim": max(width, latent.values)})
     if shape["num_kv_heads"] != shape["num_heads"]:
         raise ValueError(
@@ -90,9 +91,9 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _experts(hf: Mapping[str, Any], num_layers: int) -> Experts | None:
-    """The mixture, None where no layer has one."""
+    """The experts; None if no layer has any."""
     fields.one_of(hf, "scoring_func", ("softmax",))
-    if fields.flag(hf, "norm_topk_prob", False):  # transformers does not, other code does
+    if fields.flag(hf, "norm_topk_prob", False):  # transformers ignores it, other code does not
         raise ValueError("config.json: norm_topk_prob is not supported with deepseek_v2")
     if hf["moe_layer_freq"] != 1:
         what = f"must be 1, got {fields.shown(hf['moe_layer_freq'])}"

@@ -31,16 +31,17 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }
-# What a config without the field means.
+# Defaults for missing fields.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma2": _SHAPE | {"vocab_size": 256000, "max_position_embeddings": 8192},
     "gemma3_text": _SHAPE | {"vocab_size": 262208, "max_position_embeddings": 131072},
 }
-_THETA = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # of Gemma 3
+_THETA = {FULL: ("rope_theta", 1e6), SLIDING: ("rope_local_base_freq", 1e4)}  # Gemma 3's
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    """The config of a Hugging Face config.json; ValueError names an unsupported field."""
+    """The config of a Hugging Face config.json. Raises ValueError, which names an unsupported
+    field."""
     model_type = fields.one_of(hf, "model_type", MODEL_TYPES)
     second = model_type == "gemma2"
     activation = fields.one_of(hf, "hidden_activation", ("gelu_pytorch_tanh",))
@@ -61,7 +62,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
     )
     ropes = {kind: rope_from_hf(hf if second else _of_kind(hf, kind)) for kind in (FULL, SLIDING)}
     window = fields.positive_int(hf, "sliding_window")
-    if both_ways:  # it has both sides
+    if both_ways:  # the config's number counts both sides
         shape["causal"], window = False, window // 2 + 1
     elif not shape["causal"]:
         window += 1
@@ -90,13 +91,13 @@ def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
 
 
 def _cap(hf: Mapping[str, Any], field: str, default: float | None) -> float | None:
-    """A bound; null means none, other than a field that is missing."""
+    """A bound. null means none, unlike a missing field."""
     return None if hf.get(field, default) is None else fields.number(hf, field, default)
 
 
 def _of_kind(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Gemma 3's config with the rotation of one kind of layers as that of all. `rope_scaling` is of
-    layers without a window, whatever else says so, too."""
+    """Gemma 3's config with the rotation of one kind of layers for all. `rope_scaling` is for
+    layers without a window, whatever other fields say."""
     field, theta = _THETA[kind]
     parameters, scaling = fields.mapping(hf, "rope_parameters"), dict[str, Any]()
     if set(parameters) & {FULL, SLIDING}:
@@ -106,7 +107,7 @@ def _of_kind(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
         scaling = {name: value for name, value in scaling.items() if name not in (FULL, SLIDING)}
     theta = fields.number({**hf, field: scaling.get("rope_theta", hf.get(field))}, field, theta)
     rotation = {"rope_theta": theta, "rope_scaling": None, "rope_parameters": scaling}
-    # Not read by layer: theirs is in the scaling.
+    # Removed, since each kind's own value is in the scaling.
     return {**hf, **rotation, "original_max_position_embeddings": None}
 
 

@@ -2,8 +2,8 @@
 section 2).
 
 Every second layer has a window, all heads have sinks, all projections and experts biases. An
-expert's feed-forward is clamped; checkpoints have all experts of a layer in one tensor, with the
-columns of the gate and of the other half by turns.
+expert's feed-forward is clamped. Checkpoints have all experts of a layer in one tensor, with
+alternating columns of the gate and of the other half.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxserve.models.layers import Linear, linear_leaves
 from jaxserve.models.rope import longest_context, rope_from_hf
 
 MODEL_TYPE = "gpt_oss"
-# What a config without the field means.
+# Defaults for missing fields.
 DEFAULTS: dict[str, Any] = {
     "vocab_size": 201088,
     "hidden_size": 2880,
@@ -48,10 +48,11 @@ _SCALING = {
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> LlamaConfig:
-    """The config of a Hugging Face config.json; ValueError names an unsupported field."""
+    """The config of a Hugging Face config.json. Raises ValueError, which names an unsupported
+    field."""
     fields.one_of(hf, "model_type", (MODEL_TYPE,))
     fields.one_of(hf, "hidden_act", ("silu",))
-    # As transformers may save it.
+    # Other names that transformers may save.
     hf = with_defaults(hf, {"num_local_experts": hf.get("num_experts")})
     hf = with_defaults(hf, DEFAULTS)
     if not hf.get("rope_parameters") and not hf.get("rope_scaling"):

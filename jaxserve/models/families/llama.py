@@ -2,8 +2,8 @@
 Granite 3, OLMo-2, Phi-3 and Phi-4-mini; Gemma 2 and 3 by `jaxserve.models.families.gemma`.
 
 RMS norms around sub-layers, rotary positions, gated feed-forward, grouped-query attention (Touvron
-et al. 2023, section 2.2). How its members differ is in the table of
-`jaxserve.models.families.llama_types`.
+et al. 2023, section 2.2). The table of `jaxserve.models.families.llama_types` has the differences
+between its members.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class LlamaLayer:
     """One layer's parameters.
 
     Attributes:
-        attn_norm, attn_out_norm: [d_model], before and after attention; None where there is none.
+        attn_norm, attn_out_norm: [d_model], before and after attention; None if there is none.
         attn: the attention's parameters.
-        mlp_norm, mlp_out_norm: likewise of the feed-forward layer.
-        gate, up: [d_model, d_ff], of the feed-forward layer or of the expert that all tokens go to;
-            None where it has experts only.
+        mlp_norm, mlp_out_norm: likewise for the feed-forward layer.
+        gate, up: [d_model, d_ff], of the feed-forward layer or of the shared expert; None if there
+            are only other experts.
         down: [d_ff, d_model], likewise.
-        experts: None where it has none.
+        experts: the experts; None if there are none.
     """
 
     attn_norm: Norm | None
@@ -114,7 +114,7 @@ def embed(
         params: the model's parameters.
         config: its shape.
         inputs: the tokens.
-        dtype: of the result.
+        dtype: dtype of the result.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -141,8 +141,8 @@ def layer(
         weights: the layer's parameters.
         config: the model's shape.
         x: [T, d_model].
-        attention: called once, with the normalised input where the model has norms before it.
-        real: bool [T], False for padding tokens, which go to no expert; None where there are none.
+        attention: called once, with the input, normalised if the model has norms before it.
+        real: bool [T], False for padding tokens, which go to no expert; None if there are none.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -150,10 +150,10 @@ def layer(
     """
     config = _llama(config)
 
-    def norm(y: jax.Array, weights: Norm | None) -> jax.Array:
-        if weights is None:
+    def norm(y: jax.Array, norm_weights: Norm | None) -> jax.Array:
+        if norm_weights is None:
             return y
-        return rms_norm(y, weights.scale, config.norm_eps, config.norm_offset)
+        return rms_norm(y, norm_weights.scale, config.norm_eps, config.norm_offset)
 
     def added(x: jax.Array, y: jax.Array) -> jax.Array:
         if config.residual_scale == 1:

@@ -1,4 +1,4 @@
-"""The shape of a Llama-style model, and what all of them say alike in config.json."""
+"""The shape of a Llama-style model, and the fields of config.json that all of them share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from jaxserve.models import hf as fields
 from jaxserve.models.base import ModelConfig
 
-# By `LlamaConfig.norms`: in checkpoints, the norms before and after attention, and before and after
-# the feed-forward layer.
+# By `LlamaConfig.norms`: the names in checkpoints of the norms before and after attention, and
+# before and after the feed-forward layer.
 NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
     "before": ("input_layernorm", None, "post_attention_layernorm", None),
     "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
@@ -21,7 +21,8 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         "post_feedforward_layernorm",
     ),
 }
-# By `LlamaConfig.expert_names`: in checkpoints, a layer's experts; the gate, up and down of one.
+# By `LlamaConfig.expert_names`: the names in checkpoints of a layer's experts, and of the gate, up
+# and down of one expert.
 EXPERT_NAMES: dict[str, tuple[str, tuple[str, str, str]]] = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen": ("mlp", ("gate_proj", "up_proj", "down_proj")),
@@ -37,13 +38,13 @@ class LlamaConfig(ModelConfig):
         out_bias: the attention's output projection has one.
         mlp_bias: the feed-forward projections have biases.
         qk_norm: q and k have RMS norms.
-        norms: where a layer has norms, of `NORMS`.
-        activation: of the feed-forward layer, of `pallas_kernels.ACTIVATIONS`.
+        norms: where a layer has norms, a key of `NORMS`.
+        activation: the feed-forward layer's activation, one of `pallas_kernels.ACTIVATIONS`.
         embed_scale: factor on the embeddings, rounded to their dtype.
-        residual_scale: factor on what a sub-layer adds.
-        joined: checkpoints have q, k and v as one tensor, and so the feed-forward layer's first
-            two.
-        expert_names: what checkpoints call experts, of `EXPERT_NAMES`.
+        residual_scale: factor on the output of a sub-layer.
+        joined: checkpoints have q, k and v as one tensor, and likewise the feed-forward layer's
+            first two.
+        expert_names: the experts' names in checkpoints, a key of `EXPERT_NAMES`.
     """
 
     qkv_bias: bool
@@ -59,12 +60,13 @@ class LlamaConfig(ModelConfig):
 
 
 def with_defaults(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with defaults for what is missing or null."""
+    """The config with defaults for fields that are missing or null."""
     return {**hf, **{field: value for field, value in defaults.items() if hf.get(field) is None}}
 
 
 def common_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `ModelConfig` that all members have alike; ValueError names an unsupported one."""
+    """The fields of `ModelConfig` that all members read in the same way. Raises ValueError, which
+    names an unsupported field."""
     d_model = fields.positive_int(hf, "hidden_size")
     num_heads = fields.positive_int(hf, "num_attention_heads")
     num_kv_heads = fields.positive_int(hf, "num_key_value_heads", num_heads)

@@ -1,4 +1,4 @@
-"""The model types of the Llama family: a row each, of what it has that Llama 2 has not."""
+"""The model types of the Llama family: a row for each, with its differences from Llama 2."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxserve.models.rope import check_width, longest_context, rope_from_hf
 
 Hf = Mapping[str, Any]  # a config.json
 FULL, SLIDING = "full_attention", "sliding_attention"
-WINDOW = 4096  # tokens, where a config says that there is a window and not how long
-QWEN_WINDOW_LAYERS = 28  # what a Qwen config without max_window_layers means
+WINDOW = 4096  # tokens, if a config has a window without its length
+QWEN_WINDOW_LAYERS = 28  # default of max_window_layers in Qwen configs
 
 # (config.json, which layers rotate) -> what each layer attends to unless `layer_types` says so;
-# None if no layer has a window whatever it says.
+# None if no layer can have a window.
 LayerTypes = Callable[[Hf, Sequence[bool]], list[str] | None]
 
 
@@ -26,7 +26,7 @@ def _all_full(hf: Hf, rotates: Sequence[bool]) -> list[str]:
 
 
 def _all_alike(missing: int | None) -> LayerTypes:
-    """All layers have the window of `sliding_window`, which is `missing` where there is none."""
+    """All layers have the window of `sliding_window`, by default `missing`."""
 
     def types(hf: Hf, rotates: Sequence[bool]) -> list[str]:
         return [FULL if hf.get("sliding_window", missing) is None else SLIDING] * len(rotates)
@@ -77,7 +77,7 @@ def _window_layers(hf: Hf) -> int:
 def _some_rotate(hf: Hf) -> list[bool]:
     """Whether each layer of a SmolLM3 has rotary positions."""
     num_layers = fields.positive_int(hf, "num_hidden_layers")
-    flags = hf.get("no_rope_layers")  # the ones in it are those that do
+    flags = hf.get("no_rope_layers")  # 1 for layers that do rotate
     if flags is None:
         interval = fields.positive_int(hf, "no_rope_layer_interval")
         return [bool((layer + 1) % interval) for layer in range(num_layers)]
@@ -92,7 +92,7 @@ def _mixtral_experts(hf: Hf) -> Experts:
 
 
 def _qwen_experts(hf: Hf) -> Experts | None:
-    """None where no layer has any."""
+    """The experts; None if no layer has any."""
     num_layers = fields.positive_int(hf, "num_hidden_layers")
     dense = _dense_layers(hf, num_layers)
     if len(dense) == num_layers:
@@ -106,18 +106,18 @@ def _qwen_experts(hf: Hf) -> Experts | None:
 
 
 def _shared_qwen_experts(hf: Hf) -> Experts | None:
-    """And one of a width of its own, which all tokens go to."""
+    """The experts, and a shared one with a width of its own."""
     shared = fields.positive_int(hf, "shared_expert_intermediate_size")
     experts = _qwen_experts(hf)
     return None if experts is None else dataclasses.replace(experts, shared_d_ff=shared)
 
 
 def _experts(hf: Hf, count: str, width: str, *, normalised: bool) -> Experts:
-    """Noise of routers and what balances them are for training only.
+    """The experts. Noise and balancing of routers are for training only.
 
     Args:
         hf: config.json.
-        count, width: its fields that say how many experts a layer has, and their d_ff.
+        count, width: names of the fields with the number of experts in a layer, and their d_ff.
         normalised: whether the weights of a token's experts add up to 1.
     """
     num_experts = fields.positive_int(hf, count)
@@ -151,20 +151,21 @@ def _dense_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelType:
-    """What a model type has that others have not.
+    """The differences of a model type.
 
     Attributes:
-        defaults: what a config without the field means.
-        attention_bias: `attention_bias` gives q, k, v and the output biases.
-        qkv_bias: whether q, k and v have biases all the same.
-        mlp_bias: `mlp_bias` gives the feed-forward layer biases.
+        defaults: defaults for missing fields.
+        attention_bias: whether the field `attention_bias` gives biases to q, k, v and the output.
+        qkv_bias: whether q, k and v always have biases.
+        mlp_bias: whether the field `mlp_bias` gives biases to the feed-forward layer.
         qk_norm, whole_norms, norms, joined, expert_names: see `LlamaConfig`.
-        partial_rotary: a part of each head may have no positions.
+        partial_rotary: whether a part of each head may be without positions.
         rotates: which layers have rotary positions; None for all.
         layer_types: which layers have a window, see `LayerTypes`.
-        own_layer_types: `layer_types` may say something else.
-        experts: the mixture, None where no layer has one.
-        multipliers: more of `LlamaConfig`: its field, the config's, whether it divides.
+        own_layer_types: whether the field `layer_types` may override that.
+        experts: the experts, None if no layer has any.
+        multipliers: further factors: the field of `LlamaConfig`, the field of config.json, whether
+            it divides.
     """
 
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -240,7 +241,8 @@ MODEL_TYPES: dict[str, ModelType] = {
 
 
 def config_from_hf(hf: Hf) -> LlamaConfig:
-    """The config of a Hugging Face config.json; ValueError names an unsupported field."""
+    """The config of a Hugging Face config.json. Raises ValueError, which names an unsupported
+    field."""
     fields.one_of(hf, "hidden_act", ("silu",))
     own = MODEL_TYPES[fields.one_of(hf, "model_type", tuple(MODEL_TYPES))]
     hf = with_defaults(hf, own.defaults)
@@ -250,8 +252,8 @@ def config_from_hf(hf: Hf) -> LlamaConfig:
     rotates = [True] * shape["num_layers"] if own.rotates is None else own.rotates(hf)
     ropes = [rope if rotated else None for rotated in rotates]
     windows = _windows(hf, own, rotates)
-    if not shape["causal"]:  # transformers: as many on either side, without the token itself
-        windows = tuple(None if rotated is None else rotated + 1 for rotated in windows)
+    if not shape["causal"]:  # in transformers, on either side, without the token itself
+        windows = tuple(None if window is None else window + 1 for window in windows)
     bias = own.attention_bias and fields.flag(hf, "attention_bias", False)
     qkv_bias = own.qkv_bias(hf)
     factors = {"attn_scale": shape["head_dim"] ** -0.5}
@@ -280,7 +282,7 @@ def config_from_hf(hf: Hf) -> LlamaConfig:
 
 
 def _windows(hf: Hf, own: ModelType, rotates: Sequence[bool]) -> tuple[int | None, ...]:
-    """The window of each layer in tokens; None where it has none."""
+    """The window of each layer in tokens; None if it has none."""
     default = own.layer_types(hf, rotates)
     if default is None:
         return (None,) * len(rotates)

@@ -50,7 +50,7 @@ class OPTConfig(ModelConfig):
         final_norm: there is a norm after the last layer.
         bias: projections have biases.
         norm_affine: norms have scales and biases.
-        activation: of the feed-forward layer, a key of `ACTIVATIONS`.
+        activation: the feed-forward layer's activation, a key of `ACTIVATIONS`.
     """
 
     embed_dim: int
@@ -103,7 +103,8 @@ class OPTParams:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> OPTConfig:
-    """The config of a Hugging Face config.json; ValueError names an unsupported field."""
+    """The config of a Hugging Face config.json. Raises ValueError, which names an unsupported
+    field."""
     d_model = fields.positive_int(hf, "hidden_size")
     num_heads = fields.positive_int(hf, "num_attention_heads")
     if d_model % num_heads:
@@ -179,7 +180,7 @@ def embed(
         params: the model's parameters.
         config: its shape.
         inputs: the tokens and their positions.
-        dtype: of the result.
+        dtype: dtype of the result.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -208,7 +209,7 @@ def layer(
         config: the model's shape.
         x: [T, d_model].
         attention: called once, with the sub-layer's input.
-        real: all tokens cost the same.
+        real: ignored, since all tokens cost the same.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -233,7 +234,7 @@ def layer(
 
 
 def finish(params: OPTParams, config: ModelConfig, x: jax.Array, *, mesh: Mesh | None) -> jax.Array:
-    """The final norm and the output projection, where there are any, see
+    """The final norm and the output projection, if there are any, see
     `jaxserve.models.base.Finish`.
 
     Args:
