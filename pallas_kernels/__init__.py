@@ -1,8 +1,8 @@
 """Attention over the paged block pool: one interface, one backend a file, references beside them.
 
-Knows jax and numpy only. The order of elements inside a block is this package's own business:
-everyone else speaks of (block, slot) and goes through `write`, the attention functions,
-`move_slots` and its like, and `read_tokens`.
+Knows jax and numpy only. Only this package knows the order of elements inside a block: other code
+names a (block, slot) and uses `write`, the attention functions, `move_slots`, `stage_out`,
+`stage_in` and `read_tokens`.
 """
 
 from jaxserve.pallas_kernels.attention import (

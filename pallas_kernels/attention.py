@@ -48,8 +48,8 @@ def write(
 ) -> SamePool:
     """Writes the K, V or hidden vectors of a step's tokens into their slots of one layer.
 
-    Rows fill their blocks from either end (BROS section 5.1). A hidden row has one vector a token
-    (Apt-Serve section 4.2). Works in place where the pool is donated, or a loop's carry. Values are
+    Rows fill their blocks from either end (BROS section 5.1). A hidden row has one vector per token
+    (Apt-Serve section 4.2). Works in place if the pool is donated, or is a loop's carry. Values are
     converted to the pool's dtype, as `fit` and `quantize_vectors` do; padding tokens are dropped.
 
     Args:
@@ -107,7 +107,7 @@ def _write(
 
 
 def plan_write(pool: Pool, batch: AttentionBatch, *, hidden: bool, backend: str = "xla") -> Any:
-    """Plans `write` for all layers of a step: which token goes where.
+    """Plans `write` for all layers of a step: the slot of each token.
 
     Args:
         pool: The pool that will be written to.
@@ -216,7 +216,7 @@ def plan_absorbed(
 
 
 def _of_a_shard(pool: Pool, shards: int) -> tuple[int, ...]:
-    """The shape of each shard's part of the pool."""
+    """The shape of a shard's part of the pool."""
     layers, blocks, kv_heads, *rest = pool.shape
     return (layers, blocks, kv_heads // shards, *rest)
 
@@ -251,10 +251,10 @@ def paged_attention(
         scale: Scores are q . k * scale.
         sliding_window: Positions that a token sees, the last ones up to its own; None for all.
         soft_cap: Scores become soft_cap * tanh(score / soft_cap); None for no cap.
-        sinks: [num_heads], one more score of each head in its softmax, which has no value (as
-            the learned sinks of Xiao et al. 2023, section 3.3); None for none.
-        both_ways: Tokens see all of the context, of a window also those behind them; else it is
-            causal. Only where `Backend.both_ways`.
+        sinks: [num_heads], one more score without a value in each head's softmax (like the learned
+            sinks of Xiao et al. 2023, section 3.3); None for none.
+        both_ways: Tokens see all of the context, or a window on both sides; else attention is
+            causal. Only if `Backend.both_ways`.
         decode_only: T == R, and token i is row i's only token.
         plan: From `plan_attention`; None to make it here.
         backend: As for `get_backend`.
@@ -363,7 +363,7 @@ def projected_attention(
     """Causal attention of hidden rows over the K and V that their cached vectors project to.
 
     Takes decodes and chunks (Apt-Serve section 4.2). Nothing is written back. On a mesh, rows are
-    taken one after another, and each one's blocks are gathered whole on every shard.
+    processed one after another, and the whole blocks of a row are gathered on every shard.
 
     Args:
         q: [T, num_heads, head_dim], num_heads equal to the pool's kv_heads.
@@ -420,7 +420,7 @@ def projected_attention(
 
 
 def _planned(kernel: Callable[..., jax.Array], *arguments: Any) -> jax.Array:
-    """Runs a kernel. The last argument is its plan, left out if None: the backend then plans
-    nothing."""
+    """Runs a kernel. The last argument is its plan; it is left out if None, since the backend then
+    plans nothing."""
     *arrays, plan = arguments
     return kernel(*arrays, *(() if plan is None else (plan,)))

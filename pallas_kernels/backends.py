@@ -1,4 +1,4 @@
-"""What a backend of kernels offers, the registry of them, and which one a name means."""
+"""The interface of a backend of kernels, the registry of backends, and their names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Scoring:
         scale: Factor of the products.
         sliding_window: Positions that a token sees, its own included; None for all.
         soft_cap: Bound of tanh capping; None for no cap.
-        both_ways: Whether tokens see those behind them, too, of the step's context.
+        both_ways: Whether tokens also see later tokens of the step's context.
     """
 
     scale: float
@@ -41,7 +41,7 @@ class KernelShape:
         kv_heads: KV heads of one shard.
         head_dim: Elements of a head.
         block_size: Tokens of a block.
-        dtype: Of the pool.
+        dtype: Dtype of the pool.
         sinks: Whether heads have sinks, see `attention.paged_attention`.
     """
 
@@ -54,12 +54,12 @@ class KernelShape:
 
 
 class ScaleOps(NamedTuple):
-    """What a backend does with the scales of an int8 pool, float32 [layers, blocks, kv_heads,
-    block_size], of one shard: as its functions of the same names do with vectors.
+    """A backend's functions for the scales of an int8 pool, float32 [layers, blocks, kv_heads,
+    block_size], of one shard; as its functions of the same names for vectors.
 
     Attributes:
         write: (scales, layer, k, v, x, batch, plan) -> scales, with k, v and x [T, kv_heads]; the
-            plan is that for the values.
+            plan is that of the values.
         move: (scales, moves, count) -> scales.
         stage_out: (scales, slots, count) -> [M, layers, kv_heads].
         stage_in: (scales, staging, slots, count) -> scales.
@@ -76,8 +76,8 @@ class Backend:
     """The kernels of one backend.
 
     All see one shard's heads. Shapes and meaning are those of the functions of the same purpose in
-    `attention` and `move`. `layer` is a traced index into the whole pool. Where a plan function is
-    None, the kernels that it would plan for take no `plan`.
+    `attention` and `move`. `layer` is a traced index into the whole pool. If a plan function is
+    None, its kernels take no `plan`.
 
     Attributes:
         write: (pool, layer, k, v, x, batch, plan) -> pool. x is None if no row can be hidden.
@@ -88,11 +88,11 @@ class Backend:
             cut along E and scores are summed; None for no cut.
         projected: (q, pool, layer, batch, projection, plan, *, scoring, decode_only) -> [T, H, D]
             for hidden rows, decodes and chunks; zeros elsewhere. The pool's blocks are whole (all
-            of x) even where q and projection have only a shard's heads.
+            of x) even if q and projection have only a shard's heads.
         move: (pool, moves, count) -> pool.
         stage_out: (pool, slots, count) -> staging.
         stage_in: (pool, staging, slots, count) -> pool.
-        scales: What it does with scales.
+        scales: Its functions for scales.
         supports: (kind, shape) -> None, or why the kernels of this cache kind cannot run that
             shape.
         plan: (kind, batch, pool's shape, pool's dtype, num_heads, *, sliding_window, decode_only)
@@ -107,7 +107,7 @@ class Backend:
             (x, weights, *, transposed) as `skinny_matmul.skinny_matmul`, or None if it has none.
             None: the backend has no such kernels.
         by_columns: (weights [in, out]) -> whether few rows are multiplied faster if these are kept
-            as [out, in], and many as fast. None: never.
+            as [out, in], and many rows as fast. None: never.
         quantized_matmul: (x, q, scale, zero, *, transposed, dtype), of which only shapes and dtypes
             are asked -> the kernel of such a product on one device, which takes (x, q, scale, zero)
             as `quantized_matmul.quantized_matmul` and returns [T, out] in this dtype or float32, or
@@ -123,13 +123,13 @@ class Backend:
         add_low_rank: (a), of which only shape and dtype are asked -> the kernel of such products on
             one device, which takes what `low_rank.add_low_rank` does, or None if it has none. None:
             the backend has no such kernels.
-        adds_minimums: `quantized_matmul`'s kernels take the groups' minimums, too, behind the zero
+        adds_minimums: `quantized_matmul`'s kernels also take the groups' minimums, after the zero
             points.
-        batch_invariant: a row's bits depend neither on how many rows its kernels are given nor on
-            what those are; see `fixed_batches.in_fixed_batches`.
+        batch_invariant: a row's bits depend neither on the number nor on the values of other rows;
+            see `fixed_batches.in_fixed_batches`.
         norm: (x, *weights), of which only dtypes are asked -> the kernel of such norms on one
             device, which takes (x [T, D], scale, bias, *, eps, offset, centred: whether the mean is
-            taken away first) and returns float32 [T, D], or None if it has none. None: the backend
+            subtracted first) and returns float32 [T, D], or None if it has none. None: the backend
             has no such kernels.
         log_sum_exp: (float32 [R, V]) -> [R], see `norm.log_sum_exp`. None: XLA's operations are
             used.
@@ -142,14 +142,14 @@ class Backend:
             device, which takes what `gates.gated` does, or None if it has none. None: the backend
             has no such kernels.
         add_weighted: (y), of which only the dtype is asked -> the kernel of such sums on one
-            device, which takes what `weighted.add_weighted` does, no None among it, or None if it
+            device, which takes what `weighted.add_weighted` does, without any None, or None if it
             has none. None: the backend has no such kernels.
         built_for: () -> the processor and the instructions that its kernels are compiled for. None:
-            nothing but the kind of device says it.
+            they only depend on the kind of device.
         both_ways: `attend` takes such scoring.
-        decode_group: Rows that decodes read together, sorted by length: each costs what the longest
-            does.
-        decode_chunk: Tokens of K and V that such a group reads at once, about.
+        decode_group: Rows that decodes read together, sorted by length: each costs as much as the
+            longest.
+        decode_chunk: Approximate tokens of K and V that such a group reads at once.
     """
 
     write: Callable[..., jax.Array]
@@ -189,8 +189,9 @@ class Backend:
         return block_size * min(max(1, self.decode_chunk // block_size), width)
 
 
-# Name -> module here and its attribute, imported when it is first chosen: a machine without a GPU
-# need not have what the GPU's kernels import. The -interpret ones run anywhere, slowly: for tests.
+# Name -> module here and its attribute, imported when the backend is first chosen: a machine
+# without a GPU need not have the libraries of its kernels. The -interpret backends run anywhere,
+# slowly: for tests.
 BACKENDS: dict[str, tuple[str, str]] = {
     "xla": ("xla.backend", "BACKEND"),
     "numba": ("cpu.backend", "BACKEND"),
@@ -201,17 +202,17 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "mosaic-gpu-interpret": ("gpu_mosaic.backend", "INTERPRET_BACKEND"),
     "tpu-interpret": ("tpu.backend", "INTERPRET_BACKEND"),
 }
-# Variants of some of them, whose attention sums for each query in one order, whatever else is in
-# its batch, however its prompt is cut, and whether it is of a prompt: `deterministic_backend`.
+# Variants with a fixed order of sums for each query's attention, whatever else is in its batch,
+# however its prompt is cut, and whether it belongs to a prompt: `deterministic_backend`.
 _DETERMINISTIC = {
     f"{name}-deterministic": (module, f"DETERMINISTIC_{attribute}")
     for name, (module, attribute) in BACKENDS.items()
     if module in ("gpu_triton.backend", "tpu.backend")
 }
-# Of those that do not run everywhere. "auto" takes the first that fits, so it never is mosaic-gpu:
-# which of the two decodes faster, `jaxserve bench gpu` measures.
+# Platforms of backends that do not run everywhere. "auto" takes the first that fits, so never
+# mosaic-gpu; `jaxserve bench gpu` measures which of the two decodes faster.
 PLATFORMS = {"triton": "gpu", "tpu": "tpu", "mosaic-gpu": "gpu", "numba": "cpu"}
-# Compute capability that kernels want: Ampere or later; Hopper alone, since no other has wgmma.
+# Required compute capability: Ampere or later; only Hopper for kernels with wgmma.
 CAPABILITIES: dict[str, tuple[float, float | None]] = {
     "triton": (8.0, None),
     "mosaic-gpu": (9.0, 9.0),
@@ -224,8 +225,8 @@ _COMPILING = contextvars.ContextVar("backend of the first device", default="auto
 def resolve_backend(name: str) -> str:
     """The backend that a configured name stands for.
 
-    "auto" is triton on GPUs from sm_80 up, tpu on TPUs, numba on CPUs where it is installed, and
-    xla elsewhere.
+    "auto" is triton on GPUs from sm_80 up, tpu on TPUs, numba on CPUs if it is installed, and xla
+    elsewhere.
 
     Raises:
         ValueError: An unknown name.
@@ -238,8 +239,8 @@ def resolve_backend(name: str) -> str:
 
 
 def deterministic_backend(name: str) -> str | None:
-    """The name, for the functions here but not for the configuration, of the same backend with
-    attention that sums in one order, and is slower; None if there is none."""
+    """The name of the variant of a backend whose attention has a fixed order of sums, and is
+    slower; None if there is none. The functions here take the name, the configuration does not."""
     found = f"{name}-deterministic"
     return found if found in _DETERMINISTIC else None
 
@@ -269,7 +270,7 @@ def _misplaced(name: str) -> str | None:
 
 
 def _unusable() -> str | None:
-    """Why the first device does not run the kernels of its platform, None where there are none."""
+    """Why the first device does not run the kernels of its platform; None if there are none."""
     platform = jax.devices()[0].platform
     return next((_misplaced(name) for name, its in PLATFORMS.items() if its == platform), None)
 
@@ -288,15 +289,15 @@ def _load(name: str) -> Backend:
 
 
 def platform_backend() -> Backend:
-    """The first device's own backend, for kernels that do not touch the pool: they do not depend on
-    the backend that serves attention."""
+    """The first device's own backend, for kernels that do not touch the pool: these do not depend
+    on the backend for attention."""
     return get_backend(_COMPILING.get())
 
 
 @contextlib.contextmanager
 def compiling_for(name: str) -> Iterator[None]:
-    """Makes this the first device's own backend, while something is compiled for a device that is
-    not here."""
+    """Makes this the first device's own backend, while programs are compiled for a device that is
+    not present."""
     token = _COMPILING.set(name)
     try:
         yield
@@ -313,8 +314,8 @@ def select_backend(name: str, kinds: tuple[int, ...], shape: KernelShape) -> tup
         shape: The model's shape.
 
     Returns:
-        (The backend's name, None), or ("xla", the reason) for "auto" where the platform's own
-        kernels do not run or do not support the shape.
+        (The backend's name, None), or ("xla", the reason) for "auto" if the platform's own kernels
+        do not run or do not support the shape.
 
     Raises:
         ValueError: An unknown name, or one other than "auto" that the first device does not run or

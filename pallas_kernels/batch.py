@@ -31,14 +31,15 @@ class AttentionBatch:
         context_lens: int32 [R], tokens in the cache once this step's are written; 0: padding row.
         query_start: int32 [R], index of the row's first token on the flat token axis.
         query_lens: int32 [R], the row's tokens in this step; 0: padding row.
-        direction: int32 [R]. LEFT: token t of a block is in slot t; RIGHT: in block_size - 1 - t.
-        kind: int32 [R], KV or HIDDEN: what the row has cached. Padding rows: KV.
+        direction: int32 [R]. LEFT: token t of a block is in slot t; RIGHT: in slot block_size - 1 -
+            t.
+        kind: int32 [R], KV or HIDDEN: the kind of the row's cache. Padding rows: KV.
         token_row: int32 [T], the row of each token; R for padding tokens.
         num_decodes: int32 [], rows [0, num_decodes) have one token each; the rest are prefill
             chunks.
         num_rows: int32 [], rows in use: [0, num_rows).
-        drafts: Whether many chunks may be decodes with a few drafted tokens. Static: kernels for
-            these are left out of other steps.
+        drafts: Whether many chunks may be decodes with a few drafted tokens. Static: other steps
+            leave out the kernels for these.
     """
 
     tables: jax.Array
@@ -54,12 +55,12 @@ class AttentionBatch:
 
     @property
     def max_rows(self) -> int:
-        """R, the rows of the bucket, padding included."""
+        """R, the rows of the bucket, including padding."""
         return self.context_lens.shape[0]
 
     @property
     def max_tokens(self) -> int:
-        """T, the tokens of the bucket, padding included."""
+        """T, the tokens of the bucket, including padding."""
         return self.token_row.shape[0]
 
     @property
@@ -70,8 +71,8 @@ class AttentionBatch:
     def decodes(self, rows: int | None = None) -> AttentionBatch:
         """The decodes among the first `rows` rows (None: all) as a batch of their own.
 
-        Token i is row i's, so T == R. It is the token at query_start[i] of this batch. Rows that
-        are no decodes become padding.
+        Token i is row i's, so T == R. It is the token at query_start[i] of this batch. Other rows
+        become padding.
         """
         rows = self.max_rows if rows is None else rows
         index = jnp.arange(rows, dtype=jnp.int32)
@@ -90,8 +91,8 @@ class AttentionBatch:
         )
 
     def validate(self) -> None:
-        """Raise ValueError, naming the field, if a shape or dtype is wrong. Costs nothing at run
-        time: shapes are static."""
+        """Raises ValueError, which names the field, if a shape or dtype is wrong. Costs nothing at
+        run time: shapes are static."""
         if self.tables.ndim != 3 or self.tables.shape[1] != 2:
             raise ValueError(f"batch.tables: want [R, 2, W], got {self.tables.shape}")
         if self.token_row.ndim != 1:

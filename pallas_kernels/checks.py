@@ -13,7 +13,7 @@ HEAD_AXIS = "tensor"
 
 
 def check_pool(pool: Pool) -> None:
-    """ValueError unless this can be a pool."""
+    """Raises ValueError unless this can be a pool."""
     if pool.ndim != 5:
         raise ValueError(
             f"pool: want [layers, blocks, kv_heads, block_size, head_dim], got {pool.shape}"
@@ -30,7 +30,7 @@ def check_pool(pool: Pool) -> None:
 
 
 def check_layer(pool: Pool, layer: jax.Array | int) -> None:
-    """ValueError unless this can be a layer of the pool."""
+    """Raises ValueError unless this can be a layer of the pool."""
     if jnp.shape(layer) != () or not jnp.issubdtype(jnp.result_type(layer), jnp.integer):
         raise ValueError(f"layer: want an integer scalar, got shape {jnp.shape(layer)}")
     if isinstance(layer, int) and not 0 <= layer < pool.shape[0]:
@@ -38,7 +38,7 @@ def check_layer(pool: Pool, layer: jax.Array | int) -> None:
 
 
 def check_step(pool: Pool, layer: jax.Array | int, batch: AttentionBatch) -> None:
-    """Checks that all functions of a step make. ValueError for a wrong shape or dtype."""
+    """The checks of all functions of a step. Raises ValueError for a wrong shape or dtype."""
     batch.validate()
     check_pool(pool)
     check_layer(pool, layer)
@@ -51,7 +51,7 @@ def check_tokens(name: str, value: jax.Array, want: tuple[int, int, int], axes: 
         name: The argument's name, for the error.
         value: The array.
         want: The shape that it must have.
-        axes: What the axes are called, for the error.
+        axes: Names of the axes, for the error.
 
     Raises:
         ValueError: Another shape.
@@ -80,7 +80,7 @@ def check_queries(q: jax.Array, batch: AttentionBatch, width: int, name: str = "
 
 
 def check_decode_only(batch: AttentionBatch, decode_only: bool) -> None:
-    """ValueError if decode_only is set for a batch whose tokens are not as many as its rows."""
+    """Raises ValueError if decode_only is set and the batch has not as many tokens as rows."""
     if decode_only and batch.max_tokens != batch.max_rows:
         raise ValueError(
             f"decode_only: needs as many tokens as rows, got {batch.max_tokens} and "
@@ -89,7 +89,7 @@ def check_decode_only(batch: AttentionBatch, decode_only: bool) -> None:
 
 
 def check_options(sliding_window: int | None, soft_cap: float | None) -> None:
-    """ValueError for a window or a cap that makes no sense."""
+    """Raises ValueError for an invalid window or cap."""
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window: must be at least 1, got {sliding_window}")
     if soft_cap is not None and not soft_cap > 0:
@@ -97,7 +97,7 @@ def check_options(sliding_window: int | None, soft_cap: float | None) -> None:
 
 
 def check_shards(mesh: Mesh, **heads: int) -> None:
-    """ValueError unless each of these numbers of heads divides over the mesh."""
+    """Raises ValueError unless each of these numbers of heads divides over the mesh."""
     if HEAD_AXIS not in mesh.shape:
         raise ValueError(f"mesh: needs an axis {HEAD_AXIS!r}, has {tuple(mesh.axis_names)}")
     for name, count in heads.items():

@@ -31,16 +31,16 @@ from jaxserve.pallas_kernels.cpu.queries import FEW, NO_SINK, attend, room
 from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
-ALONE = 1 << 17  # numbers of context: below, other threads come too late to help
-ENOUGH = 8  # shares that a call should have, else heads are cut too
-SHARES = 64  # at most, about
+ALONE = 1 << 17  # numbers of context below which other threads do not help
+ENOUGH = 8  # if a call has fewer shares, heads are cut too
+SHARES = 64  # most shares, about
 _HEAD, _UNIT = 2, 5  # words, see `_plan`
 
 # Operands and the result, see `target`.
 _Q, _POOL, _TABLES, _LENS, _START, _MANY, _SIDE, _KIND, _TOKEN_ROW, _INTS, _FLOATS = range(11)
-_SCALES = _OUT = 11  # the scales, where the pool has any; the result is the last
+_SCALES = _OUT = 11  # the pool's scales, if any; the result is last
 
-# As numba has the numbers of a pool, see `vectors.widened`.
+# numba's types of a pool's numbers, see `vectors.widened`.
 NUMBERS: dict[str, Any] = {
     "float32": np.float32,
     "bfloat16": np.uint16,
@@ -89,14 +89,12 @@ def paged_attention(
 
 @compiled_once
 def target(head_dim: int, dtype: str) -> str:
-    """The name of the kernel for heads of this width, compiled if it is the first time.
-
-    Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype of `NUMBERS`; of
+    """The name of the kernel for heads of this width, which is compiled at the first call.
+    Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype in `NUMBERS`; from
     `AttentionBatch`: tables, context_lens, query_start, query_lens, direction, kind, token_row;
-    int32 [3]: layer, sliding_window (0: none), whether tokens see those behind them; float32
-    [2 + H]: scale, soft_cap (0: none), sinks (`NO_SINK`: none); of an int8 pool its scales,
-    float32 [L, B, K, S].
-    Result: [T, H, D].
+    int32 [3]: layer, sliding_window (0: none), whether tokens see later ones; float32 [2 + H]:
+    scale, soft_cap (0: none), sinks (`NO_SINK`: none); for an int8 pool its scales, float32 [L, B,
+    K, S]. Result: [T, H, D].
     """
     name, number = f"jaxserve_paged_attention_{dtype}_{head_dim}", NUMBERS[dtype]
     last, scaled = _OUT + (dtype == "int8"), dtype == "int8"
@@ -122,8 +120,8 @@ def target(head_dim: int, dtype: str) -> str:
 
 @njit(**OPTIONS)
 def _plan(given: Any, result: Any) -> Any:
-    """Zeroes tokens of no KV row, and cuts the rest into shares: (row, first query token, tokens,
-    first kv head, heads), those of most work first."""
+    """Zeroes tokens that belong to no KV row, and cuts the others into shares: (row, first query
+    token, tokens, first kv head, heads), those with most work first."""
     tokens, heads, head_dim = dims(given[_Q], 3)
     kv_heads = dims(given[_POOL], 5)[2]
     lens, many, kind = int32s(given[_LENS]), int32s(given[_MANY]), int32s(given[_KIND])
@@ -139,7 +137,7 @@ def _plan(given: Any, result: Any) -> Any:
         if kind[row] == KV and many[row] > 0:
             tiles += (many[row] + tile - 1) // tile
             work += lens[row] * kv_heads * head_dim * ((many[row] + FEW) // FEW)
-    cuts = 1  # of the heads
+    cuts = 1  # cuts of the heads
     if work >= ALONE:
         while cuts < kv_heads and tiles * cuts < ENOUGH:
             cuts += 1
@@ -159,7 +157,7 @@ def _plan(given: Any, result: Any) -> Any:
                 units[at, 3] = cut * per
                 units[at, 4] = min(per, kv_heads - cut * per)
                 at += 1
-    # A few at a time where there are many, all of them where others would come too late.
+    # A few shares at a time if there are many, all of them if other threads would come too late.
     head[0], head[1] = at, max(1, at // SHARES) if work >= ALONE else max(1, at)
     return (at + head[1] - 1) // head[1], address
 

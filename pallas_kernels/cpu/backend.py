@@ -1,5 +1,5 @@
-"""The kernels of CPUs: attention over K and V, what writes the pool, products of few rows and the
-likeliest token, by numba; the rest in plain XLA operations."""
+"""The kernels of CPUs: attention over K and V, writes to the pool, products of few rows and the
+argmax, by numba; the rest in plain XLA operations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.xla import backend, write
 
 
 def _supports(kind: int, shape: KernelShape) -> str | None:
-    """Pools of all dtypes that `attention` reads."""
+    """Supports pools of all dtypes that `attention` reads."""
     dtype = jnp.dtype(shape.dtype).name
     if dtype not in attention.NUMBERS:
         return f"the pool must be of one of {', '.join(attention.NUMBERS)}, got {dtype}"
@@ -31,12 +31,13 @@ def _supports(kind: int, shape: KernelShape) -> str | None:
 
 
 def _products() -> tuple[Any, ...]:
-    """Kernels of products with weights [out, in]; the first that takes them is used."""
+    """The modules with kernels of products with weights [out, in]; the first that takes the weights
+    is used."""
     return (amx_products, dots) if instructions.usable() else (dots,)
 
 
 def _taking(takes: str, *given: Any, transposed: bool) -> Any:
-    """The first of them whose function of this name says that it takes what is given, or None."""
+    """The first module whose function of this name accepts the arguments, or None."""
     found = (one for one in _products() if getattr(one, takes)(*given, transposed=transposed))
     return next(found, None)
 
@@ -79,8 +80,8 @@ def _add_low_rank(a: Any) -> Callable[..., jax.Array] | None:
 
 
 def _by_columns(weights: jax.Array) -> bool:
-    """As one stream of memory, weights come up to twice as fast; of few bits there is no other
-    kernel."""
+    """Weights are read up to twice as fast as a single stream of memory; for quantised weights
+    there is no other kernel."""
     if weights.dtype in (jnp.int8, jnp.float8_e4m3fn):
         return True
     turned = jax.ShapeDtypeStruct(weights.shape[:-3:-1], weights.dtype)

@@ -1,9 +1,9 @@
 """AMX: tile registers of 16 rows of 64 bytes, and products of them.
 
-A product adds to a tile C of float32 that of A [16, 32] and B [32, 16], both bfloat16. In memory a
-row of B has two neighbouring rows of the matrix, column by column: pairs. Every number of C has
-sums of its own, always in the same order: 16 pairs one after the other, the even and the odd
-factors apart, then both together and C. Denormals count as 0.
+A product adds to a tile C of float32 that of A [16, 32] and B [32, 16], both bfloat16. In memory, a
+row of B holds two neighbouring rows of the matrix, interleaved by column: pairs. The sums for every
+number of C have the same order: 16 pairs one after the other, even and odd factors separately, then
+both sums and C. Denormals count as 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BYTES = 1024  # of a tile
 REGISTERS = 8
 C, A, B = (0, 1, 2, 3), (4, 5), (6, 7)
 _FEATURES = ("amx-tile", "amx-bf16")
-_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
+_ARCH_PRCTL, _REQ_XCOMP_PERM, _XTILEDATA = 158, 0x1023, 18  # Linux on x86-64
 
 _BYTE, _HALF = ir.IntType(8), ir.IntType(16)
 _CONFIGURATION = ir.ArrayType(_BYTE, 64)
@@ -35,8 +35,8 @@ _CONFIGURATION = ir.ArrayType(_BYTE, 64)
 
 @functools.cache
 def usable() -> bool:
-    """Whether the processor has tiles, and Linux lets this process use them: asked for once, for
-    all threads."""
+    """Whether the processor has tiles and Linux lets this process use them; asked once for all
+    threads."""
     found = llvm.get_host_cpu_features()
     if not pairs.has_pairs() or not all(found.get(name, False) for name in _FEATURES):
         return False
@@ -59,11 +59,12 @@ def _call(builder: Any, name: str, *args: Any) -> None:
 
 @intrinsic
 def begin(_: Any, columns: Any) -> Any:
-    """Configures this thread's registers: of those from A on all is used, of those of B and C as
-    many columns. Each `begin` must be followed by an `end`."""
+    """Configures this thread's registers: all of the A registers, and `columns` columns of B and C.
+    Each `begin` must be followed by an `end`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # As LDTILECFG reads it: palette 1, then the bytes of a row and the rows of each register.
+        # The operand of LDTILECFG: palette 1, then the bytes of a row and the rows of each
+        # register.
         line = builder.trunc(builder.mul(args[0], vectors.constant(vectors.BYTES)), _HALF)
         place = cgutils.alloca_once_value(builder, ir.Constant(_CONFIGURATION, None))
         start = builder.ptrtoint(place, vectors.WORD)
@@ -81,7 +82,7 @@ def begin(_: Any, columns: Any) -> Any:
 
 @intrinsic
 def end(_: Any) -> Any:
-    """Gives this thread's registers back."""
+    """Releases this thread's registers."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, "tilerelease")
@@ -96,7 +97,7 @@ def _register(number: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def zero(_: Any, tile: Any) -> Any:
-    """Fills a register, a literal, with zeros."""
+    """Fills a register (a literal) with zeros."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _call(builder, "tilezero", _register(tile))

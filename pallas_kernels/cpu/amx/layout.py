@@ -1,8 +1,6 @@
-"""How rows and weights are laid out for AMX's tiles, and what their products become.
-
-The weights' tile is A, the rows' is B, and so C is [16 outputs, rows]: weights need not be turned.
-Rows are, in pairs of inputs; so are scales, and results on their way out. Of fewer than 16 rows a
-tile has as many columns.
+"""The layout of rows and weights in AMX's tiles, and of their products. Weights are A and rows are
+B, so C is [16 outputs, rows]: weights need not be transposed. Rows are transposed, in pairs of
+inputs, and so are scales and results. With fewer than 16 rows, a tile has as many columns.
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ _NOTHING = vectors.everywhere(0.0)
 
 
 def _of(builder: Any, address: Any, number: int, size: Any = None) -> Any:
-    """The address of the row of a number, of so many bytes each; of LINE if not given."""
+    """The address of a row by its number; a row has `size` bytes, by default LINE."""
     size = vectors.constant(LINE) if size is None else size
     return builder.add(address, builder.mul(size, vectors.constant(number)))
 
 
 def _if_there(builder: Any, rows: Any, number: int, lanes: Any) -> Any:
-    """How many lanes the row of this number has: none if there are not so many rows."""
+    """Number of lanes of the row with this number: 0 if there is no such row."""
     there = builder.icmp_signed(">", rows, vectors.constant(number))
     return builder.select(there, lanes, vectors.constant(0))
 
 
 def _turned(builder: Any, rows: list[Any]) -> list[Any]:
-    """16 vectors of 16 lanes, transposed: a bit of a row's number and of a lane's change places in
-    each step."""
+    """Transposes 16 vectors of 16 lanes: each step exchanges a bit of the row's number and of the
+    lane's."""
     for bit in (1, 2, 4, 8):
         turned = list(rows)
         for low in (row for row in range(SIDE) if not row & bit):
@@ -59,11 +57,11 @@ def turn(
     Args:
         given: Address of the first row.
         given_row: Bytes from one row to the next.
-        rows: How many.
-        columns: How many words each has.
+        rows: Number of rows.
+        columns: Words of each row.
         to: Address of the first column.
-        to_row: Bytes to the next one.
-        lanes: Words of a column that are written; 0 where there is no row.
+        to_row: Bytes from one column to the next.
+        lanes: Words of a column that are written; 0 for missing rows.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -87,8 +85,8 @@ def turn(
 
 @intrinsic
 def split(_: Any, x: Any, to: Any) -> Any:
-    """Parts a row's DEPTH float32 in two lines of bfloat16: rounded, and what is left, rounded; the
-    second SIDE lines behind the first."""
+    """Splits DEPTH float32 of a row into two lines of bfloat16: the rounded numbers, and the
+    rounded remainders; the second is SIDE lines after the first."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         x, to = args
@@ -113,13 +111,13 @@ def _all(value: int) -> Any:
 
 @intrinsic
 def add_inputs(_: Any, first: Any, tile: Any, columns: Any, sums: Any) -> Any:
-    """Adds each row's inputs in B to its sum, input after input.
+    """Adds each row's inputs in B to its sum, one input after the other.
 
     Args:
-        first: Whether the sums begin.
-        tile: Address.
-        columns: How many rows.
-        sums: Address of as many float32.
+        first: Whether to start the sums.
+        tile: Address of the tile.
+        columns: Number of rows.
+        sums: Address of a float32 for each row.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -139,13 +137,13 @@ def add_inputs(_: Any, first: Any, tile: Any, columns: Any, sums: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def lay_out(_: Any, bits: Any, weights: Any, row: Any, to: Any) -> Any:
-    """Lays out 16 outputs' DEPTH weights: A.
+    """Lays out DEPTH weights of 16 outputs as A.
 
     Args:
-        bits: Literal, of a weight.
-        weights: Address of the first output's.
-        row: Bytes from one output's to the next one's.
-        to: Address of what is written, a multiple of LINE.
+        bits: Literal, bits of a weight.
+        weights: Address of the first output's weights.
+        row: Bytes from one output's weights to the next one's.
+        to: Address of the result, a multiple of LINE.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -167,7 +165,7 @@ def _widened(builder: Any, at: Any, bits: int) -> Any:
         both = [_of(builder, at, part, vectors.constant(vectors.LANES)) for part in range(2)]
         wide = [builder.sext(vectors.load(builder, one, _EIGHT, 1), vectors.WORDS) for one in both]
         return pairs.rounded(builder, *(builder.sitofp(one, vectors.VECTOR) for one in wide))
-    # Each half of a byte to the lower bits of 16; those above it say nothing.
+    # Each half of a byte goes to the lower bits of 16 bits; the bits above are ignored.
     stored = builder.zext(vectors.load(builder, at, _EIGHT, 1), vectors.WORDS)
     both = builder.or_(stored, builder.shl(stored, _all(12)))
     return pairs.numbers_of_4_bits(builder, both)
@@ -178,16 +176,16 @@ def add_scaled(
     _: Any, beside: Any, first: Any, c: Any, columns: Any, sums: Any, scale: Any, least: Any,
     inputs: Any, places: Any,
 ) -> Any:  # fmt: skip
-    """Adds C times the outputs' scales to their sums: what a group's inputs come to.
+    """Adds C times the outputs' scales, the result of a group of inputs, to their sums.
 
     Args:
-        beside: Literal: whether minimums times the inputs' sums are added, too.
-        first: Whether the sums begin.
+        beside: Literal, whether minimums times the inputs' sums are added, too.
+        first: Whether to start the sums.
         c, sums: Addresses, [16 outputs, rows] of float32.
-        columns: Rows.
+        columns: Number of rows.
         scale, least: Addresses of the outputs' scales and minimums.
         inputs: Address of the rows' sums of inputs.
-        places: Address of the output of each number of C, and behind them its row: int32.
+        places: Address of the output of each number of C, followed by their rows: int32.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

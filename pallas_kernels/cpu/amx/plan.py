@@ -1,5 +1,6 @@
-"""How a product on AMX is cut into shares: first those that lay rows out, for all, then those that
-multiply some rows, a part, with some outputs' weights, then those of rows of no group."""
+"""How a product on AMX is cut into shares: first shares that lay out rows for all others, then
+shares that multiply a part of the rows with the weights of some outputs, then shares for rows of no
+group."""
 
 from __future__ import annotations
 
@@ -11,27 +12,27 @@ from jaxserve.pallas_kernels.cpu import numba_ffi
 from jaxserve.pallas_kernels.cpu.amx.instructions import DEPTH, SIDE
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
-OUTPUTS = 2 * SIDE  # that are multiplied at once; and rows
-ROWS = 1 << 20  # bytes of a part's rows as they are laid out, about: they stay in a core's cache
+OUTPUTS = 2 * SIDE  # outputs, and rows, that are multiplied at once
+ROWS = 1 << 20  # laid-out bytes of a part's rows, about: fits a core's cache
 SHARE = 1 << 19  # bytes of a share's weights, about
 TAIL = 64  # rows of no group that a share fills with zeros
-# Words of what `plan` leaves: how many shares lay rows out, and how many have; into how many the
-# inputs of a part are cut for it; parts, shares of each, their outputs; the first row of no group;
-# groups of inputs, with scales of their own.
+# Words of the plan: number of shares that lay out rows, and how many are done; pieces that a part's
+# inputs are cut into for that; parts, shares of each part, outputs of a share; the first row of no
+# group; groups of inputs that have scales of their own.
 PACKS, _DONE, CUTS, PARTS, SHARES, EACH, START, GROUPS = range(8)
-_HEAD, _PART = 8, 4  # then of each part: its group, first row, rows, and where they are laid out
+_HEAD, _PART = 8, 4  # then each part's group, first row, rows, and their address
 
 
 @njit(**numba_ffi.OPTIONS)
 def head(address: int) -> Any:
-    """What all shares have in common, see above."""
+    """The words that all shares need, see above."""
     return numba_ffi.words(address, _HEAD)
 
 
 @njit(**numba_ffi.OPTIONS)
 def part(address: int, number: int) -> Any:
-    """Group, first row, rows of a part, and the address where they are laid out: 16 rows' inputs
-    one behind the other, a block for DEPTH of them."""
+    """Group, first row and rows of a part, and the address where they are laid out: blocks of 16
+    rows by DEPTH inputs, one after the other."""
     return numba_ffi.words(address + 8 * (_HEAD + _PART * number), _PART)
 
 
@@ -41,10 +42,10 @@ def plan(given: Any, bits: int, lead: int, tiles: int, beside: int) -> Any:
 
     Args:
         given: Operands and result.
-        bits: Of a weight.
-        lead: 1 where groups of rows have weights of their own.
-        tiles: That 16 rows' DEPTH inputs are laid out as.
-        beside: 1 where the sums of a group of inputs are needed.
+        bits: Bits of a weight.
+        lead: 1 if groups of rows have weights of their own.
+        tiles: Number of tiles for 16 rows by DEPTH inputs.
+        beside: 1 if sums of each group of inputs are needed.
     """
     count, depth = numba_ffi.dims(given[0], 2)
     shape, steps, threads = numba_ffi.dims(given[1], 2 + lead), depth // DEPTH, numba_ffi.threads()
@@ -54,7 +55,8 @@ def plan(given: Any, bits: int, lead: int, tiles: int, beside: int) -> Any:
     most = max(OUTPUTS, ROWS // size // OUTPUTS * OUTPUTS)  # rows of a part
     parts_at_most = count // most + min(number, count)
     words = _HEAD + (_PART + LINE // 8) * parts_at_most
-    # Of fewer than 16 rows as they are, of more rounded up to that: to less than twice as many.
+    # Fewer than 16 rows are not padded; more are rounded up to a multiple of 16, which is less than
+    # twice as many.
     address = numba_ffi.allocate(words + 2 * count * size // 8 + 8)
     to = address + 8 * (_HEAD + _PART * parts_at_most)
     parts, start = 0, 0
@@ -80,12 +82,12 @@ def plan(given: Any, bits: int, lead: int, tiles: int, beside: int) -> Any:
 
 @njit(**numba_ffi.OPTIONS)
 def laid_out(address: int) -> None:
-    """Counts a share that has laid rows out."""
+    """Counts a share that has laid out its rows."""
     numba_ffi.fetch_add(address + 8 * _DONE, 1)
 
 
 @njit(**numba_ffi.OPTIONS)
 def wait(address: int) -> None:
-    """Until all rows are laid out: others have taken those shares."""
+    """Waits until all rows are laid out; other threads have taken those shares."""
     while numba_ffi.fetch_add(address + 8 * _DONE, 0) < head(address)[PACKS]:
         numba_ffi.sched_yield()

@@ -1,12 +1,10 @@
-"""Products of rows with weights [out, in] on AMX: what `dots` takes of 16 bits and fewer, for any
-number of rows.
-
-The first shares lay the rows out by 16, for all; the others have some outputs each, by 32: their
-weights of some inputs are laid out, in the cache, and multiplied with all rows. What a number of
-the result adds up to is in one order: inputs 32 by 32, as an instruction has it, of float32 those
-rounded and then what is left; groups one after the other. No row is in another's sums.
-
-Of few bits, scales and sums are float32, and weights are multiplied as the bfloat16 they are.
+"""Products of rows with weights [out, in] on AMX: the weights of `dots` with at most 16 bits, for
+any number of rows. The first shares lay out the rows by 16, for all shares. Each other share has
+some outputs, by 32: it lays out their weights for some inputs in the cache, and multiplies them
+with all rows. A result has a fixed order of sums: 32 inputs at a time, in the order of the
+instruction; for float32 the rounded inputs and then the remainders; groups one after the other. No
+row affects another's sums. With quantised weights, scales and sums are float32, and weights are
+converted to bfloat16 exactly.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from jaxserve.pallas_kernels.cpu.amx.work import Form
 
 _CODE = (instructions, layout, plan, registers, rows, scales, tiles, work)
 _FILES = tuple(str(one.__file__) for one in (dot_tiles, pairs, vectors, *_CODE))
-_BESIDE = ("", "_zeros", "_minimums")  # in kernels' names
+_BESIDE = ("", "_zeros", "_minimums")  # suffixes of kernels' names
 
 
 def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
@@ -112,13 +110,13 @@ def _products(x: jax.Array, *given: jax.Array, **how: Any) -> jax.Array:
 
 @numba_ffi.compiled_once
 def target(*, bits: int, wide: bool = False, zeros: int = 0, grouped: bool = False) -> str:
-    """The name of the kernel, compiled if it is the first time. Operands and result as those of
-    `dots.target`, but that x may be float32 with weights of few bits.
+    """The name of the kernel, which is compiled at the first call. Operands and result as for
+    `dots.target`, but x may be float32 with quantised weights.
 
     Args:
-        bits: Of a weight.
+        bits: Bits of a weight.
         wide: Whether x is float32.
-        zeros: What there is beside the scales, see `dot_tiles.ZEROS`.
+        zeros: Zero points or minimums beside the scales, see `dot_tiles.ZEROS`.
         grouped: Whether groups of rows have their own weights.
     """
     assert instructions.usable()
@@ -161,7 +159,7 @@ def target(*, bits: int, wide: bool = False, zeros: int = 0, grouped: bool = Fal
         begin = i % head[plan.SHARES] * head[plan.EACH]
         instructions.begin(w.columns)
         for n in range(begin, min(begin + head[plan.EACH], outputs), 2 * SIDE):
-            # The last outputs may be some of those before.
+            # The last outputs may overlap the ones before.
             low, high = min(n, outputs - SIDE), min(n + SIDE, outputs - SIDE)
             if few:
                 lay_out_scales(w, low, high)

@@ -1,5 +1,5 @@
-"""C of a pair of blocks of rows, or of one alone, in AMX's registers: 0 and 1 are those of the
-first block and of two sides, 16 outputs each, 2 and 3 those of the second."""
+"""C of one or two blocks of rows in AMX's registers: 0 and 1 have the first block, for two sides of
+16 outputs each, 2 and 3 the second block."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def clear(two: bool) -> None:
 
 @njit(**numba_ffi.INLINE)
 def load(at: int, columns: int, two: bool) -> None:
-    """From memory, one tile behind the other."""
+    """Loads C from memory, one tile after the other."""
     row, tile = 4 * columns, columns * LINE
     instructions.load(0, at, row)
     instructions.load(1, at + tile, row)
@@ -33,7 +33,7 @@ def load(at: int, columns: int, two: bool) -> None:
 
 @njit(**numba_ffi.INLINE)
 def store(at: int, columns: int, two: bool) -> None:
-    """To memory, likewise."""
+    """Stores C to memory, likewise."""
     row, tile = 4 * columns, columns * LINE
     instructions.store(0, at, row)
     instructions.store(1, at + tile, row)

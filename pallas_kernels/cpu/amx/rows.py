@@ -1,4 +1,4 @@
-"""Lays out the rows of a product on AMX, for all who multiply them."""
+"""Lays out the rows of a product on AMX, for all shares that multiply them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxserve.pallas_kernels.cpu.pairs import LINE
 
 
 def laying_out(form: Form) -> Any:
-    """(Operands, address of the plan, number of the share): some inputs of a part's rows become B,
-    in blocks of 16 rows; behind each are the sums of its inputs by group, if they are needed.
-    Jitted."""
+    """A jitted function (operands, address of the plan, number of the share): lays out some inputs
+    of a part's rows as B, in blocks of 16 rows, each followed by the sums of its inputs by group,
+    if needed."""
     tiles, beside = form.tiles, form.beside
-    wide, number = tiles > 1, 2 * tiles  # bytes of one of x
+    wide, number = tiles > 1, 2 * tiles  # bytes of a number of x
 
     @njit(**numba_ffi.OPTIONS)
     def lay_out_rows(given: Any, about: int, i: int) -> None:

@@ -1,5 +1,4 @@
-"""Scales of weights of few bits, and what is beside them: how they are laid out, and what they make
-of C."""
+"""Scales, zero points and minimums of quantised weights: how they are laid out and applied to C."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from jaxserve.pallas_kernels.cpu.pairs import LINE
 def turn_scales(at: int, groups: int, to: int) -> None:
     """[16 outputs, groups] of float32 -> [groups, 16]."""
     for n in range(0, groups, SIDE):
-        group = max(min(n, groups - SIDE), 0)  # the last may be some of those before
+        group = max(min(n, groups - SIDE), 0)  # the last may overlap the ones before
         here, there = at + 4 * group, to + group * LINE
         if groups >= SIDE:  # without masks
             layout.turn(here, 4 * groups, SIDE, SIDE, there, LINE, SIDE)
@@ -29,13 +28,13 @@ def turn_scales(at: int, groups: int, to: int) -> None:
 
 @njit(**numba_ffi.OPTIONS)
 def multiply_points(points: int, scale: int, count: int, to: int) -> None:
-    """What zero points come to: minimums.
+    """Turns zero points into minimums.
 
     Args:
         points: Address of int8 zero points.
-        scale: Address of as many float32 scales.
-        count: How many.
-        to: Address of as many float32.
+        scale: Address of their float32 scales.
+        count: Number of zero points.
+        to: Address of the float32 minimums.
     """
     given = carray(numba_ffi.pointer(points), (count,), np.int8)
     factors = carray(numba_ffi.pointer(scale), (count,), np.float32)
@@ -45,8 +44,8 @@ def multiply_points(points: int, scale: int, count: int, to: int) -> None:
 
 
 def laying_out(form: Form) -> Any:
-    """(Work, first output of the first side, of the second): lays out scales and minimums of both
-    by group. Jitted."""
+    """A jitted function (work, first output of the first side, of the second): lays out scales and
+    minimums of both sides by group."""
     beside, points = form.beside, form.points
 
     @njit(**numba_ffi.OPTIONS)
@@ -64,8 +63,8 @@ def laying_out(form: Form) -> Any:
 
 
 def finishing(form: Form) -> Any:
-    """(Work, group of inputs, pair of blocks, whether both are there, C in memory): adds what the
-    group comes to, to the sums. Jitted."""
+    """A jitted function (work, group of inputs, pair of blocks, whether both are there, C in
+    memory): adds the group's result to the sums."""
     beside = form.beside
 
     @njit(**numba_ffi.INLINE)

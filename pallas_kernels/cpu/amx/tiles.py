@@ -17,15 +17,16 @@ from jaxserve.pallas_kernels.cpu.pairs import LINE
 
 
 def few_rows_of(form: Form) -> Any:
-    """(Work, first output of the first side, of the second), for up to 32 rows. Jitted."""
+    """A jitted function (work, first output of the first side, of the second), for up to 32
+    rows."""
     bits, few, tiles = form.bits, form.few, form.tiles
     line = DEPTH * bits // 8  # bytes of an output's DEPTH weights
     multiply, finish = _multiplying(tiles), finishing(form)
 
     @njit(**numba_ffi.INLINE)
     def few_rows(w: Work, low: int, high: int) -> None:
-        # Sums stay in registers. Weights of few bits are laid out as they are multiplied, those of
-        # 16 are multiplied as they lie.
+        # Sums stay in registers. Quantised weights are laid out just before they are multiplied,
+        # 16-bit weights are multiplied in place.
         low, high = w.weights + low * w.row, w.weights + high * w.row
         two, group, left, c, before = w.rows > SIDE, 0, w.a_group, w.c, w.unfinished
         clear(two)
@@ -40,7 +41,8 @@ def few_rows_of(form: Form) -> Any:
             left -= 1
             if few and left == 0:
                 store(c, w.columns, two)
-                # A group later, or vectors would wait until C's short rows are in the cache.
+                # One group later, since vectors would otherwise wait until C's short rows are in
+                # the cache.
                 if group > 0:
                     finish(w, group - 1, 0, two, before)
                 clear(two)
@@ -54,14 +56,14 @@ def few_rows_of(form: Form) -> Any:
 
 
 def many_rows_of(form: Form) -> Any:
-    """(Work, first output of the first side, of the second), for more rows. Jitted."""
+    """A jitted function (work, first output of the first side, of the second), for more rows."""
     bits, few, tiles = form.bits, form.few, form.tiles
     line = DEPTH * bits // 8
     multiply, finish = _multiplying(tiles), finishing(form)
 
     @njit(**numba_ffi.INLINE)
     def many_rows(w: Work, low: int, high: int) -> None:
-        # Weights of STEP times DEPTH inputs stay in the cache, and sums go there.
+        # Weights of STEP times DEPTH inputs stay in the cache, and so do sums.
         low, high = w.weights + low * w.row, w.weights + high * w.row
         for k in range(0, w.steps, STEP):
             stop = min(k + STEP, w.steps)
@@ -99,10 +101,10 @@ def _multiplying(tiles: int) -> Any:
 
         Args:
             low, high: Addresses of the weights of both sides.
-            row: Bytes from one output's to the next one's.
-            x: Address of the rows as they are laid out.
-            columns: How many.
-            more: Bytes from there to another block, whose products go to registers 2 and 3; 0:
+            row: Bytes from one output's weights to the next one's.
+            x: Address of the laid-out rows.
+            columns: Number of rows.
+            more: Bytes from there to a second block, whose products go to registers 2 and 3; 0:
                 there is none.
         """
         x_row = 4 * columns

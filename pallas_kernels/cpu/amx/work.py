@@ -1,4 +1,4 @@
-"""What the parts of a kernel of products share: what it is made for, and what a share works on."""
+"""Data that the parts of a product's kernel share: its form, and the work of a share."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxserve.pallas_kernels.cpu.amx import plan
 from jaxserve.pallas_kernels.cpu.amx.instructions import BYTES, DEPTH, SIDE
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
-STEP = 12  # times DEPTH inputs, whose weights are laid out at once for many rows: 24 KB
+STEP = 12  # times DEPTH inputs are laid out at once for many rows: 24 KB
 
 
 class Form(NamedTuple):
-    """What a kernel is made for: numbers that are constants in its code.
+    """The form of a kernel: numbers that are constants in its code.
 
     Attributes:
-        bits: Of a weight.
-        few: 1 for few bits, which have scales.
-        tiles: Of a block's DEPTH inputs: 2 where x is float32.
-        beside: 1 where there are zero points or minimums beside the scales.
+        bits: Bits of a weight.
+        few: 1 for quantised weights, which have scales.
+        tiles: Tiles for DEPTH inputs of a block: 2 if x is float32.
+        beside: 1 if there are zero points or minimums beside the scales.
         points: 1 for zero points.
-        lead: 1 where groups of rows have weights of their own.
+        lead: 1 if groups of rows have weights of their own.
     """
 
     bits: int
@@ -36,31 +36,31 @@ class Form(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a share needs to know of its part. All are int; addresses are of what is named.
+    """What a share needs to know of its part. All are int; arrays are given by their addresses.
 
     Attributes:
-        rows: Of the part.
-        columns: Of B and C.
-        pairs: Of blocks, 32 rows.
-        x: The rows as they are laid out.
-        block: Bytes of 16 rows there.
+        rows: Rows of the part.
+        columns: Columns of B and C.
+        pairs: Pairs of blocks, 32 rows each.
+        x: The laid-out rows.
+        block: Bytes of 16 laid-out rows.
         tile: Bytes of B or C.
-        steps: DEPTH inputs each.
-        groups: Of inputs.
+        steps: Steps of DEPTH inputs.
+        groups: Groups of inputs.
         a_group: Steps of a group.
-        weights: Of the part's group of rows.
+        weights: Weights of the part's group of rows.
         row: Bytes of an output's weights.
         scale: Scales, as they are stored.
         least: Zero points or minimums, as they are stored.
         out: The part's results.
         laid_out: A of 32 outputs, two for each step.
         sums: [pairs, blocks, sides] of C, added up.
-        unfinished: The same of groups that go on.
+        unfinished: The same for unfinished groups.
         c: C of one pair.
         places: See `layout.add_scaled`.
-        scales: Of 32 outputs, [sides, groups, 16].
+        scales: Scales of 32 outputs, [sides, groups, 16].
         leasts: Minimums, likewise.
-        products: Minimums made of zero points, as scales are stored.
+        products: Minimums computed from zero points, in the order of the scales.
     """
 
     rows: int
@@ -88,8 +88,8 @@ class Work(NamedTuple):
 
 
 def preparing(form: Form) -> Any:
-    """(Operands, address of the plan, number of the part) -> Work, and the address of its memory.
-    Jitted."""
+    """A jitted function (operands, address of the plan, number of the part) -> Work, and the
+    address of its memory."""
     bits, few, tiles, beside, points, lead = form
     least_size = 1 if points else 4
 
