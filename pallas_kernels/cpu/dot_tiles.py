@@ -1,5 +1,5 @@
-"""Tiles of dot products in vector registers, for `dots`: how weights and rows are laid out for
-them, and how they are multiplied."""
+"""Tiles of dot products in vector registers, for `dots`: the layout of weights and rows, and the
+multiplication."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jaxserve.pallas_kernels.cpu import pairs, vectors
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
-ZEROS, MINIMUMS = 1, 2  # what weights of few bits have beside scales; 0: nothing
-# How a tile's weights of few bits lie: as stored, of integers or of float8 (e4m3fn); or widened.
+ZEROS, MINIMUMS = 1, 2  # what quantised weights have beside scales; 0: nothing
+# The form of a tile's quantised weights: stored integers, stored float8 (e4m3fn), or widened.
 INTEGERS, WIDE, FLOATS = range(3)
 AHEAD = 4096  # bytes that a tile of one output fetches ahead
 
@@ -31,10 +31,9 @@ def _all(value: int) -> Any:
 
 
 def _widened(builder: Any, words: Any, bits: int, stream: int, form: int) -> Any:
-    """The numbers of one place in each 16 bits of a vector, as pairs of bfloat16 in words.
-
-    A byte below the exponent of 2 ** 23 is a float32: that and the number, less what was added to
-    have no sign. A float32 of so few digits has nothing in its lower half.
+    """The numbers at one place in each 16 bits of a vector, as pairs of bfloat16 in words. A byte
+    put below the exponent of 2 ** 23 makes the float32 2 ** 23 + byte; subtracting 2 ** 23 and the
+    offset gives the signed number. Such a float32 has only zeros in its lower half.
     """
     if form == FLOATS:
         halves = []
@@ -65,15 +64,15 @@ def _streams(bits: int) -> int:
 
 @intrinsic(prefer_literal=True)
 def widen(_: Any, bits: Any, form: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
-    """Lays out an output's weights of few bits as bfloat16, by place.
+    """Lays out an output's quantised weights as bfloat16, by place.
 
     Args:
-        bits: Literal.
+        bits: Literal, bits of a weight.
         form: Literal, INTEGERS or FLOATS.
         at: Address of the weights.
-        steps: Whole vectors.
-        tail: Words of a last one.
-        to: Address of what is written, a multiple of LINE.
+        steps: Number of whole vectors.
+        tail: Words of a last, partial vector.
+        to: Address of the result, a multiple of LINE.
     """
     streams = _streams(bits.literal_value)
 
@@ -97,16 +96,16 @@ def widen(_: Any, bits: Any, form: Any, at: Any, steps: Any, tail: Any, to: Any)
 
 @intrinsic(prefer_literal=True)
 def part(_: Any, bits: Any, zeros: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
-    """Lays out a row as its weights of few bits are, by place.
+    """Lays out a row like its quantised weights, by place.
 
     Args:
-        bits: Literal, of a weight.
-        zeros: Literal, not 0: each vector of weights has a vector more, of its inputs' sums,
-            negative.
+        bits: Literal, bits of a weight.
+        zeros: Literal; if not 0, each vector of weights is followed by a vector of the negative
+            sums of its inputs.
         at: Address of the row, bfloat16.
-        steps: Whole vectors of weights.
-        tail: Words of a last one.
-        to: Address of what is written, a multiple of LINE.
+        steps: Number of whole vectors of weights.
+        tail: Words of a last, partial vector.
+        to: Address of the result, a multiple of LINE.
     """
     streams, sums = _streams(bits.literal_value), bool(zeros.literal_value)
 
@@ -148,7 +147,7 @@ def _over(builder: Any, steps: Any, tail: Any, step: Callable[[Any, Any], None])
 
 
 def _by_place(builder: Any, given: list[Any]) -> list[Any]:
-    """The numbers of vectors one behind the other, dealt out to as many vectors in turns."""
+    """Distributes the numbers of consecutive vectors to the same number of vectors in turn."""
     if len(given) == 1:
         return given
     dealt = [
@@ -178,12 +177,12 @@ def _add(builder: Any, bits: int, x: Any, weights: Any, total: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A tile's code as it is emitted. Fields as the arguments of `tile`.
+    """Emits a tile's code. Fields are the arguments of `tile`.
 
     Attributes:
         literals: bits, rows, outputs, parts, zeros, form.
-        given: The LLVM values of the others.
-        streams: Vectors of wide weights in a vector of stored ones.
+        given: LLVM values of the other arguments.
+        streams: Vectors of wide weights for one vector of stored weights.
     """
 
     builder: Any
@@ -199,7 +198,7 @@ class _Tile:
         return _streams(self.literals[0]) if self.few else 1
 
     def emit(self) -> None:
-        """Everything."""
+        """Emits the whole tile."""
         builder, (_, rows, outputs, parts, zeros, form) = self.builder, self.literals
         wide = form == WIDE
         x, x_row, weights, weights_row, steps, tail, scale, *_, to, to_row = self.given
@@ -210,7 +209,8 @@ class _Tile:
             for n in range(outputs)
         ]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in lines] for _ in x_rows]
-        # In order, as memory gives most: a tile ahead of one that reads several outputs at once.
+        # Prefetches in the order of memory, which is fastest: a tile ahead if several outputs are
+        # read at once.
         far = (
             vectors.constant(AHEAD)
             if outputs == 1
@@ -234,7 +234,7 @@ class _Tile:
             for n in range(outputs):
                 factor = self._by_group(scale, n, _NUMBER, index, count) if parts else None
                 least = None
-                if zeros == MINIMUMS:  # whose inputs' sums are negative
+                if zeros == MINIMUMS:  # sums of inputs are stored negated
                     least = self._by_group(self.given[7], n, _NUMBER, index, count)
                     least = builder.fneg(least)
                 for m in range(rows):
@@ -254,7 +254,7 @@ class _Tile:
         self._store(sums, to, to_row)
 
     def _subtract_zeros(self, here: list[Any], index: Any, count: Any, now: list[Any]) -> None:
-        """Sums begin with the inputs' negative ones, times zero points."""
+        """Starts the sums with the negative sums of inputs times zero points."""
         builder = self.builder
         for n in range(self.literals[2]):
             points = self._by_group(self.given[7], n, _BYTE, index, count)
@@ -263,7 +263,7 @@ class _Tile:
                 now[m][n] = builder.fmul(points, self._negative_sums(at))
 
     def _negative_sums(self, at: Any) -> Any:
-        """Of a row's inputs, behind those of a vector of weights."""
+        """Negative sums of a row's inputs, stored after the inputs for a vector of weights."""
         at = self.builder.add(at, vectors.constant(self.streams * LINE))
         return vectors.load(self.builder, at, _SUMS, LINE)
 
@@ -289,7 +289,8 @@ class _Tile:
                     mine[n] = _add(builder, bits, row, numbers, mine[n])
 
     def _by_group(self, address: Any, n: int, kind: Any, index: Any, count: Any) -> Any:
-        """What an output's groups in a vector of weights have, each in its lanes."""
+        """The scales, zero points or minimums of an output's groups in a vector of weights, each in
+        the lanes of its group."""
         builder, parts, groups, a_group = self.builder, self.literals[3], *self.given[8:10]
         group = builder.udiv(index, a_group) if parts == 1 else None
         group = group or builder.mul(index, vectors.constant(parts))
@@ -301,7 +302,7 @@ class _Tile:
         return vectors.shuffle(builder, found, found, lanes)
 
     def _store(self, sums: list[list[Any]], to: Any, to_row: Any) -> None:
-        """The results: lanes added up, times the scale if there is one only."""
+        """Stores the results: the sum of the lanes, times the scale if there is only one."""
         builder, (_, rows, outputs, parts, *_) = self.builder, self.literals
         factor, row = None, 0
         if self.few and not parts:
@@ -329,19 +330,19 @@ def tile(
 
     Args:
         bits, parts, zeros: Literals, see `target`.
-        rows, outputs: Literals, how many.
-        form: Literal, how weights of few bits lie: WIDE as `widen` lays them out.
-        x: Address of the rows; with weights of few bits as `part` lays them out.
+        rows, outputs: Literals, numbers of rows and outputs.
+        form: Literal, form of quantised weights; WIDE if laid out by `widen`.
+        x: Address of the rows; for quantised weights laid out by `part`.
         x_row: Bytes from one row to the next.
         weights: Address of the weights.
-        weights_row: Bytes from one output's to the next one's.
-        steps: Whole vectors of an output's weights, as they are stored.
-        tail: Words of a last one.
-        scale, zero: Addresses of the first output's; zero: of zero points or minimums.
+        weights_row: Bytes from one output's weights to the next one's.
+        steps: Number of whole vectors of an output's stored weights.
+        tail: Words of a last, partial vector.
+        scale, zero: Addresses of the first output's scales, and zero points or minimums.
         groups: Scales of an output.
-        a_group: Vectors of weights that share a scale, where no vector has several.
-        to: Address where the results go.
-        to_row: Bytes from one row of them to the next.
+        a_group: Vectors of weights that share a scale, if no vector has several.
+        to: Address of the results.
+        to_row: Bytes from one row of results to the next.
     """
     literals = tuple(one.literal_value for one in (bits, rows, outputs, parts, zeros, form))
 

@@ -1,13 +1,12 @@
-"""Products of rows with weights [out, in] on CPUs, compiled by numba: the weights are read once, as
-they are stored, an output's one behind the other, by all cores.
+"""Products of rows with weights [out, in] on CPUs, compiled by numba: all cores read the weights
+once, as they are stored, one output after the other. A tile is some rows by OUTPUTS outputs, with a
+vector of sums along the inputs for each pair. A row's sums do not depend on the number of rows:
+each row has the same additions in the same order. If groups of rows have weights of their own,
+[groups, out, in], weights of groups without rows are not read.
 
-A tile is some rows by OUTPUTS outputs, a vector of sums each, along the inputs. What a row's sums
-add up to does not depend on how many rows there are: each has the same additions in the same order.
-Of groups of rows with weights of their own, [groups, out, in], those without rows are not read.
-
-Weights of bfloat16, and those of 8 and 4 bits, are multiplied as bfloat16, which holds them as they
-are, and so are the rows; sums and scales are float32. Of few bits, a vector of stored words is
-parted by place: its first numbers in every 16 bits, its second ones, and so on. So are the rows.
+Weights of bfloat16, 8 and 4 bits are multiplied as bfloat16, which represents them exactly, and so
+are the rows; sums and scales are float32. With 8 or 4 bits, a vector of stored words is split by
+place: the first numbers in every 16 bits, the second ones, and so on. The rows are split likewise.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, vectors
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 from jaxserve.pallas_kernels.pool import FLOAT8
 
-OUTPUTS = 4  # of a tile of several rows
+OUTPUTS = 4  # outputs of a tile of several rows
 TAIL = 64  # rows of no group that a share fills with zeros
-FEW = 8  # rows: their time is that of memory
-SHARE, LARGE_SHARE = 1 << 17, 1 << 19  # bytes of weights of a share, of few rows or more, about
+FEW = 8  # up to this many rows, the time is that of memory
+SHARE, LARGE_SHARE = 1 << 17, 1 << 19  # bytes of a share's weights, about, with few or more rows
 _FILES = (dot_tiles.__file__, pairs.__file__, vectors.__file__)
-_BESIDE = ("", "_zeros", "_minimums")  # in kernels' names
-_GROUPS = 4  # words before the groups in what `_plan_groups` leaves
-INPUTS = 32  # that weights of few bits have a multiple of
+_BESIDE = ("", "_zeros", "_minimums")  # suffixes of kernels' names
+_GROUPS = 4  # words before the groups in the plan of `_plan_groups`
+INPUTS = 32  # quantised weights have a multiple of this many
 
 
 def takes(rows: int, weights: jax.Array | jax.ShapeDtypeStruct, *, transposed: bool) -> bool:
@@ -78,8 +77,8 @@ def takes_few_bits(
     """Whether `few_bits_matmul` supports the product.
 
     Args:
-        x, q, scale: See there.
-        transposed: Whether q, scale and zero are [out, ...], as it wants them.
+        x, q, scale: See `few_bits_matmul`.
+        transposed: Whether q, scale and zero are [out, ...], as it needs.
     """
     (outputs, width), inputs = q.shape, x.shape[1]
     if not transposed or q.dtype not in (jnp.int8, FLOAT8) or outputs < OUTPUTS:
@@ -103,7 +102,7 @@ def few_bits_matmul(
         x: [T, in], bfloat16 or float32.
         q: int8 or float8_e4m3fn [out, in]; or int8 [out, in / 2]: two neighbouring inputs in each,
             the first in the low half.
-        scale: [out, groups]; a group is in / groups inputs one after another.
+        scale: [out, groups]; a group is in / groups consecutive inputs.
         zero: int8 [out, groups], or None.
         minimum: float32 [out, groups], or None; not beside a zero point.
 
@@ -113,7 +112,7 @@ def few_bits_matmul(
     given, how = _stored(x, q, scale, zero if minimum is None else minimum)
     if x.dtype == jnp.bfloat16:
         return _dots(x, *given, **how)
-    rounded = jax.lax.reduce_precision(x, 8, 7)  # a float32 is nearly two of bfloat16
+    rounded = jax.lax.reduce_precision(x, 8, 7)  # a float32 is almost the sum of two bfloat16
     both = jnp.concatenate([rounded, x - rounded]).astype(jnp.bfloat16)
     y = _dots(both, *given, **how)
     return y[: len(x)] + y[len(x) :]
@@ -122,7 +121,7 @@ def few_bits_matmul(
 def few_bits_grouped_matmul(
     x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None, sizes: jax.Array
 ) -> jax.Array:
-    """The same with groups of rows and their own weights, each as `takes_few_bits` has it.
+    """`few_bits_matmul` for groups of rows with their own weights, if `takes_few_bits`.
 
     Args:
         x: [T, in], bfloat16 or float32; rows by group.
@@ -144,7 +143,7 @@ def few_bits_grouped_matmul(
 def _stored(
     x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None
 ) -> tuple[tuple[jax.Array, ...], dict[str, Any]]:
-    """Operands of `_dots`, and how they are stored. zero: zero points, or minimums."""
+    """Operands of `_dots`, and their storage. zero: zero points, or minimums."""
     inputs, groups = x.shape[-1], scale.shape[-1]
     bits = 8 * q.shape[-1] // inputs
     parts = 0 if groups == 1 and zero is None else _parts(inputs // groups, bits) or 1
@@ -170,13 +169,13 @@ def _dots(
 
 
 def _numbers(bits: int) -> int:
-    """Weights in a vector."""
+    """Number of weights in a vector."""
     return 8 * LINE // bits
 
 
 def _parts(group: int, bits: int) -> int:
-    """How many groups of so many inputs a vector of weights has; 1 if it is part of one; 0 if it is
-    neither."""
+    """Number of groups in a vector of weights, for groups of this many inputs; 1 if the vector is
+    part of a group; 0 if neither fits."""
     numbers = _numbers(bits)
     if group >= numbers:
         return int(group % numbers == 0)
@@ -187,17 +186,17 @@ def _parts(group: int, bits: int) -> int:
 def target(
     *, bits: int, parts: int, zeros: int, floats: bool = False, grouped: bool = False
 ) -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: x [T, in] of
-    bfloat16, or float32 as the weights are; the weights [out, ...], their scales in float32 and
-    zero points or minimums, if they have any, all three of each group where there are some; the
-    groups' sizes, int32; result: [T, out], float32.
+    """The name of the kernel, which is compiled at the first call. Operands: x [T, in] in bfloat16,
+    or in float32 like the weights; the weights [out, ...], and, if they have any, their scales in
+    float32 and zero points or minimums; with a leading groups axis if there are groups of rows; the
+    groups' sizes, int32. Result: [T, out], float32.
 
     Args:
-        bits: Of a weight.
+        bits: Bits of a weight.
         parts: Groups in a vector of weights, see `_parts`; 0: an output has one scale or none.
-        zeros: What there is beside the scales, see `dot_tiles.ZEROS`.
+        zeros: Zero points or minimums beside the scales, see `dot_tiles.ZEROS`.
         floats: Whether weights of 8 bits are float8.
-        grouped: Whether groups of rows have their own.
+        grouped: Whether groups of rows have their own weights.
     """
     numbers, few, lead, (stored, wide) = (
         _numbers(bits),
@@ -207,9 +206,9 @@ def target(
     )
     zero_size = 4 if zeros == dot_tiles.MINIMUMS else 1
     streams = numbers // (2 * vectors.LANES) if few else 1
-    # Rows of a tile: its sums must fit the registers.
+    # Rows of a tile: its sums must fit into registers.
     tall = (3 if parts else 6) if pairs.has_vectors() else 1
-    after = streams + (zeros > 0)  # vectors that a row has for one of weights
+    after = streams + (zeros > 0)  # vectors of a row for a vector of weights
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:
@@ -288,7 +287,7 @@ def target(
 
 
 def _forms(bits: int, *, floats: bool) -> tuple[int, int]:
-    """How weights lie, see `dot_tiles`: as stored, and as tiles of several outputs have them."""
+    """The forms of weights, see `dot_tiles`: as stored, and in tiles of several outputs."""
     stored = dot_tiles.FLOATS if floats else dot_tiles.INTEGERS
     return stored, dot_tiles.WIDE if bits < 16 else stored
 
@@ -296,7 +295,7 @@ def _forms(bits: int, *, floats: bool) -> tuple[int, int]:
 @njit(**numba_ffi.OPTIONS)
 def _addresses(given: Any, lead: int) -> Any:
     """Rows, inputs, outputs, scales of an output, and the addresses of x, weights, scales, zero
-    points (0: there are none) and the result. lead: 1 where groups of rows have their own."""
+    points (0: there are none) and the result. lead: 1 if groups of rows have their own weights."""
     count, depth = numba_ffi.dims(given[0], 2)
     outputs, groups, scale_at, zero_at = numba_ffi.dims(given[1], 2 + lead)[lead], 1, 0, 0
     if len(given) - lead > 3:
@@ -311,8 +310,9 @@ def _addresses(given: Any, lead: int) -> Any:
 
 @njit(**numba_ffi.OPTIONS)
 def _part(given: Any, bits: int, lead: int, about: int, i: int, zero_size: int) -> Any:
-    """Outputs of a share, and the rest as `_addresses` has it, of this share alone. No rows: it has
-    none of a group, and their results are filled with zeros here. about: from `_plan_groups`."""
+    """Outputs of a share, and the values of `_addresses` for this share alone. A share without rows
+    of a group gets 0 rows, and its results are filled with zeros here. about: from
+    `_plan_groups`."""
     count, depth, outputs, groups, x_at, at, scale_at, zero_at, out_at = _addresses(given, lead)
     if lead:
         each, shares, used, start = numba_ffi.words(about, _GROUPS)
@@ -331,7 +331,7 @@ def _part(given: Any, bits: int, lead: int, about: int, i: int, zero_size: int) 
         zero_at += zero_size * group * outputs * groups
     else:
         each = _each(given, bits)
-    first = min(i * each, outputs - each)  # the last share repeats some of the one before
+    first = min(i * each, outputs - each)  # the last share overlaps the one before
     at, out_at = at + first * depth * bits // 8, out_at + 4 * first
     scale_at += 4 * first * groups
     zero_at += zero_size * first * groups
@@ -345,8 +345,8 @@ def _each(given: Any, bits: int) -> int:
     outputs = numba_ffi.dims(given[1], 2)[0]
     threads, size = numba_ffi.threads(), SHARE
     if count > FEW:
-        size, bits = LARGE_SHARE, max(bits, 16)  # as they are widened
-    # At least two, for whoever comes late.
+        size, bits = LARGE_SHARE, max(bits, 16)  # once widened
+    # At least two, so that a late thread finds one.
     shares = threads * max(2, outputs * depth * bits // 8 // (size * threads))
     each = (outputs + shares - 1) // shares
     return min(outputs, (each + OUTPUTS - 1) // OUTPUTS * OUTPUTS)
@@ -354,9 +354,9 @@ def _each(given: Any, bits: int) -> int:
 
 @njit(**numba_ffi.OPTIONS)
 def _plan_groups(given: Any, bits: int) -> Any:
-    """The number of shares, and the address of what they need to know: outputs of a share, shares
-    of a group, groups with rows, the first row of none; then of each such group which it is, its
-    first row and how many it has. Shares behind theirs are of rows of no group."""
+    """The number of shares, and the address of their plan: outputs of a share, shares of a group,
+    groups with rows, the first row of no group; then for each group with rows its index, first row
+    and number of rows. Later shares are for rows of no group."""
     count, depth = numba_ffi.dims(given[0], 2)
     number, outputs, _ = numba_ffi.dims(given[1], 3)
     sizes = numba_ffi.int32s(given[len(given) - 2])
@@ -369,7 +369,7 @@ def _plan_groups(given: Any, bits: int) -> Any:
             used, start = used + 1, start + sizes[group]
     size = SHARE
     if start > FEW * used:
-        size, bits = LARGE_SHARE, max(bits, 16)  # as they are widened
+        size, bits = LARGE_SHARE, max(bits, 16)  # once widened
     wanted = (2 * numba_ffi.threads() + used - 1) // max(used, 1)
     shares = max(wanted, outputs * depth * bits // 8 // size)
     each = (outputs + shares - 1) // shares

@@ -1,6 +1,6 @@
-"""Attention over hidden vectors on CPUs: they become K and V by the kernels that make those of new
-tokens, blocks of the pool's dtype, which the attention of K and V then reads. So a row has the same
-bits whichever of the two it keeps."""
+"""Attention over hidden vectors on CPUs. The kernels for new tokens turn them into blocks of K and
+V in the pool's dtype, which the attention over K and V then reads. So a row has the same bits with
+either kind of cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.pool import Pool, ScaledPool, quantize_vectors, saturating_cast
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
 
-CONTEXT = 128  # tokens that are projected at once
+CONTEXT = 128  # tokens projected at once
 
 
 def projected_attention(
@@ -30,8 +30,8 @@ def projected_attention(
     scoring: Scoring,
     decode_only: bool,
 ) -> jax.Array:
-    """See `attention.projected_attention`: q [T, H, D] -> the same. Row after row: what one row's
-    context becomes is overwritten by the next one's."""
+    """See `attention.projected_attention`: q [T, H, D] -> the same. Rows are processed one after
+    another: the K and V of a row are overwritten by the next row's."""
     heads, (parts, block_size, head_dim) = q.shape[1], pool.shape[2:]
     chunk = chunk_blocks(CONTEXT, block_size, batch)
     width, chunks = chunk * block_size, -(-batch.table_width // chunk)
@@ -41,7 +41,7 @@ def projected_attention(
     places = jnp.arange(2 * blocks, dtype=jnp.int32).reshape(1, 2, blocks)
 
     def made(row: jax.Array, room: Pool) -> Pool:
-        """Room filled with K and V, behind them, of all that the row's queries can see."""
+        """The room, filled with K and then V of everything that the row's queries can see."""
         context, first = batch.context_lens[row], jnp.int32(0)
         if scoring.sliding_window is not None:
             first = jnp.maximum(context - batch.query_lens[row] - scoring.sliding_window + 1, 0)

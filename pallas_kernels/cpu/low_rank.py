@@ -1,9 +1,8 @@
 """Low-rank products that differ by row (adapters) on CPUs, compiled by numba: both factors in one
-call, of the columns that some row has, which are read once; other rows are left alone.
-
-A unit of work is some rows of one adapter and one part of the projection. Its first product, x A,
-is cut by columns, its second one by outputs; who takes one of those waits for the unit's first ones
-if they are not done. What is added to a row does not depend on which others there are.
+call. Only columns that some row uses are read, once; rows without an adapter are not touched. A
+unit of work is some rows of one adapter and one part of the projection. Its first product, x A, is
+cut by columns, its second one by outputs; a share of the second product waits until the unit's
+first product is done. The result for a row does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from numba import carray, njit
 from jaxserve.pallas_kernels.cpu import dot_tiles, numba_ffi, pairs, vectors
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
-COLUMNS = 8  # that an adapter's are a multiple of
-MOST_ROWS = 32  # of a unit
-OUTPUTS = 512  # of a block of B, which a core's cache holds
-FEWEST, GRAIN = 128, 64  # outputs of a share, about; it begins with a multiple of the other
+COLUMNS = 8  # an adapter's columns are a multiple of this
+MOST_ROWS = 32  # most rows of a unit
+OUTPUTS = 512  # outputs of a block of B, which fits a core's cache
+FEWEST, GRAIN = 128, 64  # least outputs of a share, about; its begin is a multiple of GRAIN
 _FILES = (dot_tiles.__file__, pairs.__file__, vectors.__file__)
 # Words of a plan before its units, and of a unit.
 _HEAD, _UNIT = 3, 8
@@ -56,9 +55,9 @@ def add_low_rank(
 
 @numba_ffi.compiled_once
 def target(*, wide: bool) -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: y, whose place the result
-    takes; x; numbers; owner; a; and b of each part. wide: x and both factors are of float32, else
-    of bfloat16."""
+    """The name of the kernel, which is compiled at the first call. Operands: y, which the result
+    overwrites; x; numbers; owner; a; and b of each part. wide: whether x and both factors are
+    float32, else bfloat16."""
     bits = 32 if wide else 16
 
     @njit(**numba_ffi.INLINE)
@@ -92,7 +91,8 @@ def target(*, wide: bool) -> str:
         y_at = numba_ffi.data_address(given[len(given) - 1]) + 4 * unit[_BEFORE]
         each = ((outputs + pieces - 1) // pieces + GRAIN - 1) // GRAIN * GRAIN
         begin, end = i % pieces * each, min(outputs, (i % pieces + 1) * each)
-        # Of several rows by blocks that stay in a cache; else memory is read in longer pieces.
+        # Several rows go by blocks that stay in a cache; a single row reads memory in longer
+        # pieces.
         block = OUTPUTS if count > 2 else each
         while numba_ffi.fetch_add(at + 8 * _DONE, 0) < lows:
             numba_ffi.sched_yield()
@@ -116,7 +116,7 @@ def target(*, wide: bool) -> str:
 @njit(**numba_ffi.INLINE)
 def _add(y_at: int, low_at: int, b_at: int, b_row: int, n: int, kind: Any) -> None:
     """y [n] += low [COLUMNS] @ b [COLUMNS, n], by their addresses. b_row: bytes from one row of b
-    to the next; kind: of its numbers."""
+    to the next; kind: type of its numbers."""
     y = carray(numba_ffi.pointer(y_at), (n,), np.float32)
     low = carray(numba_ffi.pointer(low_at), (COLUMNS,), np.float32)
     b0, b1 = _row(b_at, 0, b_row, n, kind), _row(b_at, 1, b_row, n, kind)
@@ -140,13 +140,12 @@ def _row(at: int, k: int, size: int, n: int, kind: Any) -> Any:
 
 @njit(**numba_ffi.OPTIONS)
 def _plan(given: Any) -> Any:
-    """The number of shares, and the address of what they need to know: how many units there are,
-    and into how many pieces both of their products are cut; the units; the rows that have an
-    adapter, by adapter; and room for the low-rank values."""
+    """The number of shares, and the address of their plan: number of units, and pieces of both
+    products; the units; the rows with an adapter, by adapter; and room for the low-rank values."""
     numbers, owner = numba_ffi.int32s(given[2]), numba_ffi.int32s(given[3])
     parts = numba_ffi.dims(given[4], 3)[1]
     granules = len(owner) // COLUMNS
-    # Twice over the columns: how much room it takes, and then what goes there.
+    # Two passes over the columns: the first measures the room, the second fills it.
     address, units, listed, values, widest = 0, 0, 0, 0, COLUMNS
     rows_at, low_at = 0, 0
     for turn in range(2):

@@ -1,16 +1,16 @@
 """Kernels that numba compiles, called by XLA's own threads through its foreign function interface.
 
 A handler is given a call frame by XLA (the C structures of `xla/ffi/api/c_api.h`, which jaxlib
-carries) and returns 0 for success. It cuts its work into shares, which helpers and itself take one
-by one from a counter: whoever is free takes the next, and a thread that comes late finds nothing
-left. No Python runs in it, and none is waited for.
+carries) and returns 0 for success. It cuts its work into shares, which it and its helpers take one
+by one from a counter: a free thread takes the next share, and a late thread finds nothing left. It
+neither runs Python nor waits for it.
 
-Helpers are threads of this process, one for each core but the caller's. A decode step makes
-hundreds of calls of some tens of microseconds each, and to wake a thread takes about as long; so a
-helper looks for the next call for a while before it sleeps, and yields meanwhile, since XLA's own
-threads want the cores for what lies between. Each has a place, where a caller leaves its block and
-from which it takes it back if the helper has not come by the end. Whoever takes a block from a
-place holds it.
+Helpers are threads of this process, one for each core except the caller's. A decode step makes
+hundreds of calls of some tens of microseconds each, and waking a thread takes about as long. So a
+helper polls for the next call for a while before it sleeps, and yields meanwhile, since XLA's own
+threads need the cores between calls. Each helper has a place, where a caller leaves its block; the
+caller takes it back if the helper has not come by the end. A thread that takes a block from a place
+holds it.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from numba.extending import intrinsic as _intrinsic
 
 from jaxserve.numba_cache.checked_cache import cache_of
 
-intrinsic: Any = _intrinsic  # by its types, Python could not call what it makes
+intrinsic: Any = _intrinsic  # by its type hints, its result could not be called from Python
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
-# Without fast math: what is added up in another order has other bits.
+# Without fast math: sums in another order have other bits.
 INLINE: dict[str, Any] = {**OPTIONS, "forceinline": True}
 
-# Words of 8 bytes into XLA's structures.
+# Offsets into XLA's structures, in words of 8 bytes.
 _FRAME = 21  # XLA_FFI_CallFrame, without the future at its end
 _EXTENSION, _API, _STAGE, _ARGS, _RETS = 1, 2, 4, 9, 14
 _EXECUTE = 3  # the stage
 _DATA, _DIMS = 3, 5  # of XLA_FFI_Buffer
 _VERSION = 4  # of XLA_FFI_Api
 
-# Words into what the threads of one call share.
+# Offsets into the block that the threads of one call share, in words.
 _NEXT, _DONE, _HOLDERS, _SHARES, _PLAN, _COUNT, _TASK, _OPERANDS = range(8)
 
-# Words into a helper's part of memory, which has lines of the caches to itself: a block to help
-# with, whether it sleeps, and both ends of the pipe that wakes it.
+# Offsets into a helper's memory, which has cache lines of its own, in words: a block to help with,
+# whether it sleeps, and both ends of the pipe that wakes it.
 _PLACE, _ASLEEP, _READ, _WRITE, _LETTER, _HELPER = 0, 1, 2, 3, 4, 16
-_LOOKS = 400  # for the next call, some 200 us
+_LOOKS = 400  # polls for the next call, some 200 us
 _MOST_HELPERS = 63
-_HELPERS = "jaxserve_kernel_helpers"  # where that memory begins: with the number of helpers
+_HELPERS = "jaxserve_kernel_helpers"  # that memory, after the number of helpers
 
 
 _WORD = ir.IntType(64)
@@ -72,7 +72,7 @@ _write: Any = types.ExternalFunction("write", types.int64(types.int32, types.int
 
 @intrinsic
 def pointer(_: Any, address: Any) -> Any:
-    """An address as `carray` takes it."""
+    """An address as a pointer for `carray`."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -82,7 +82,7 @@ def pointer(_: Any, address: Any) -> Any:
 
 @intrinsic
 def fetch_add(_: Any, address: Any, value: Any) -> Any:
-    """The word at the address, to which the value is then added, at once for all threads."""
+    """Atomically adds the value to the word at the address. Returns the word before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = builder.inttoptr(args[0], _WORD.as_pointer())
@@ -93,8 +93,8 @@ def fetch_add(_: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def _exchange(_: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Puts the value into the word at the address if that is what was expected, at once for all
-    threads. Returns what was there."""
+    """Atomically replaces the word at the address by the value if it is the expected one. Returns
+    the word before."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = builder.inttoptr(args[0], _WORD.as_pointer())
@@ -106,7 +106,7 @@ def _exchange(_: Any, address: Any, expected: Any, value: Any) -> Any:
 
 @intrinsic
 def _load(_: Any, address: Any) -> Any:
-    """The word at the address, as other threads have left it."""
+    """Atomically loads the word at the address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = builder.inttoptr(args[0], _WORD.as_pointer())
@@ -117,7 +117,7 @@ def _load(_: Any, address: Any) -> Any:
 
 @intrinsic
 def _call(_: Any, function: Any, argument: Any) -> Any:
-    """Calls the C function of one word at an address."""
+    """Calls the C function at an address with one word."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORD, [_WORD]).as_pointer()
@@ -128,8 +128,8 @@ def _call(_: Any, function: Any, argument: Any) -> Any:
 
 @intrinsic
 def _flush_denormals(_: Any) -> Any:
-    """Has this thread take denormal numbers for 0, as XLA's own do, so that a share comes to the
-    same in each."""
+    """Makes this thread treat denormals as 0, like XLA's own threads, so that a share has the same
+    result in each thread."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word, module = ir.IntType(32), builder.module
@@ -154,7 +154,7 @@ def _flush_denormals(_: Any) -> Any:
 @intrinsic(prefer_literal=True)
 def address_of(_: Any, symbol: Any) -> Any:
     """The address of the C function of this name, a constant. It is looked up by name when code is
-    loaded, so that compiled code can be kept on disk."""
+    loaded, so that compiled code can be stored on disk."""
     if not isinstance(symbol, types.StringLiteral):
         return None
 
@@ -201,8 +201,8 @@ _HEADER = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
 
 @njit(**OPTIONS)
 def allocate(count: int) -> int:
-    """The address of memory for so many words. Freed with the block if given to `finish`, else with
-    `free`."""
+    """The address of new memory for this many words. It is freed with the block if given to
+    `finish`, else by `free`."""
     return _malloc(8 * count)
 
 
@@ -224,7 +224,7 @@ def take_share(block: int) -> int:
 
 @njit(**OPTIONS)
 def finish_share(block: int) -> int:
-    """Counts the share before as computed, and takes the next as `take_share` does."""
+    """Counts the previous share as computed, and takes the next like `take_share`."""
     fetch_add(block + 8 * _DONE, 1)
     return take_share(block)
 
@@ -238,13 +238,13 @@ def _release(block: int) -> None:
 
 @njit(**OPTIONS)
 def _ask_helpers(helpers: int, block: int, wanted: int) -> None:
-    """Leaves the block with so many helpers who have none, if there are as many."""
+    """Offers the block to up to `wanted` helpers that have no block."""
     place = helpers
     for _ in range(words(helpers, 1)[0]):
         place += 8 * _HELPER
         if wanted > 0 and _load(place) == 0:
             fetch_add(block + 8 * _HOLDERS, 1)
-            if _exchange(place, 0, block) != 0:  # somebody else's
+            if _exchange(place, 0, block) != 0:  # it has another call's block
                 fetch_add(block + 8 * _HOLDERS, -1)
                 continue
             wanted -= 1
@@ -254,7 +254,7 @@ def _ask_helpers(helpers: int, block: int, wanted: int) -> None:
 
 @njit(**OPTIONS)
 def _dismiss_helpers(helpers: int, block: int) -> None:
-    """Takes the block back from those who have not come."""
+    """Takes the block back from helpers that have not come."""
     place = helpers
     for _ in range(words(helpers, 1)[0]):
         place += 8 * _HELPER
@@ -263,7 +263,7 @@ def _dismiss_helpers(helpers: int, block: int) -> None:
 
 
 def _help(place: int) -> int:
-    """A helper's life. place: address of its part of memory."""
+    """The loop of a helper. place: address of its memory."""
     _flush_denormals()
     looked = 0
     while True:
@@ -276,10 +276,10 @@ def _help(place: int) -> int:
             sched_yield()
         else:
             _exchange(place + 8 * _ASLEEP, 0, 1)
-            # Whoever leaves a block from here on sees that it has to be woken.
+            # A caller that leaves a block from here on sees that the helper has to be woken.
             if _load(place) == 0:
                 got = _read(words(place, _HELPER)[_READ], place + 8 * (_LETTER + 1), 1)
-                if got != 1:  # somebody has closed the pipe: nobody is helped from here on
+                if got != 1:  # the pipe was closed: this helper ends
                     return 0
             _exchange(place + 8 * _ASLEEP, 1, 0)
             looked = 0
@@ -291,7 +291,7 @@ def begin(frame: int) -> int:
     """Begins a handler. Returns the address of the block that the call's threads share, or 0 with
     nothing to compute."""
     given = words(frame, _FRAME)
-    if given[_EXTENSION] != 0:  # XLA asks for the version: the one that it has
+    if given[_EXTENSION] != 0:  # XLA asks for the version: answer with its own
         metadata = words(words(given[_EXTENSION], 4)[3], 5)
         metadata[3] = words(given[_API], _VERSION + 1)[_VERSION]
         metadata[4] = 0  # traits
@@ -303,7 +303,7 @@ def begin(frame: int) -> int:
     words(block, _OPERANDS)[_COUNT] = ins + outs
     found = operands(block)
     arguments, results = words(given[_ARGS], ins), words(given[_RETS], outs)
-    for i in range(ins):  # assigned as slices, numba needs a second more for their errors' texts
+    for i in range(ins):  # with slices, numba compiles for a second longer
         found[i] = arguments[i]
     for i in range(outs):
         found[ins + i] = results[i]
@@ -312,13 +312,13 @@ def begin(frame: int) -> int:
 
 @njit(**OPTIONS)
 def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
-    """Ends a handler: has all shares computed, by this thread and helpers.
+    """Ends a handler: computes all shares, by this thread and helpers.
 
     Args:
         frame: Address of XLA's call frame.
         block: From `begin`; 0 for nothing to compute.
         shares: Number of shares.
-        address: Memory of `allocate` with what all shares need to know; freed with the block. 0 for
+        address: Memory of `allocate` with the plan for all shares; freed with the block. 0 for
             none.
         task: Address of a function that computes shares of a block until none is left.
 
@@ -328,7 +328,7 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
     if block == 0:
         return 0
     shared = words(block, _OPERANDS)
-    # Two hold the block: this function, and the task as it calls it itself.
+    # The block has two holders: this function, and the task that it calls itself.
     shared[_NEXT], shared[_DONE], shared[_HOLDERS] = 0, 0, 2
     shared[_SHARES], shared[_PLAN] = shares, address
     shared[_TASK] = task
@@ -346,12 +346,12 @@ def finish(frame: int, block: int, shares: int, address: int, task: int) -> int:
 
 @njit(**OPTIONS)
 def threads() -> int:
-    """How many threads a call's shares have: helpers and the caller."""
+    """Number of threads of a call: helpers and the caller."""
     return words(address_of(_HELPERS), 1)[0] + 1
 
 
 def _start_helpers() -> None:
-    """Once a process, before any kernel is compiled."""
+    """Starts the helpers, once per process, before any kernel is compiled."""
     with _starting:
         if _helpers:
             return
@@ -360,12 +360,12 @@ def _start_helpers() -> None:
         memory = room[-(room.ctypes.data // 8) % _HELPER :]
         memory[0] = count
         _helpers.append(room)
-        # Helpers look there until the process is gone, and so after its modules.
+        # Never freed: helpers look there until the process ends, after its modules are gone.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(room))
         llvm.add_symbol(_HELPERS, memory.ctypes.data)
         life = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(_compiled(_help, "jaxserve_help"))
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:  # a signal would end what a helper waits for
+        try:  # a signal would interrupt a helper's read
             for i in range(1, count + 1):
                 part = memory[i * _HELPER :]
                 part[[_READ, _WRITE]] = os.pipe()
@@ -376,7 +376,7 @@ def _start_helpers() -> None:
 
 
 def _cores() -> int:
-    """Those that this process may use, by its affinity and its cgroup's quota."""
+    """Number of cores that this process may use, by its affinity and its cgroup's quota."""
     whole = os.cpu_count() or 1
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else whole
     try:
@@ -391,8 +391,8 @@ _starting = threading.Lock()
 
 
 def compiled_once(target: Callable[..., str]) -> Callable[..., str]:
-    """Runs a function that registers a kernel, and returns its name, once for its arguments: steps
-    are compiled by several threads."""
+    """Makes a function that registers a kernel and returns its name run once for its arguments,
+    since several threads compile steps."""
     lock, run = threading.Lock(), functools.cache(target)
 
     @functools.wraps(target)
@@ -414,11 +414,11 @@ def register(
     read from numba's cache on disk.
 
     Args:
-        name: Of the target.
-        plan: (operands) -> (number of shares, address of memory of `allocate` with what all shares
-            need to know, or 0). Jitted; may close over numbers only.
-        share: (operands, that address, number of the share), computes one share. Jitted; may close
-            over numbers only.
+        name: Name of the target.
+        plan: (operands) -> (number of shares, address of memory of `allocate` with the plan, or 0).
+            Jitted; may only close over numbers.
+        share: (operands, that address, number of the share), computes one share. Jitted; may only
+            close over numbers.
         *files: Source files of the code.
         parts: Jitted functions that these two call and that are made for this kernel alone.
 
@@ -456,9 +456,9 @@ _share: Any = None
 
 
 def _own_name(function: Any, name: str) -> None:
-    """Names a jitted function, which no other may be named. numba tells closures of one function
-    apart by a number that counts from 1 in each process; compiled by two processes and kept on
-    disk, one kernel would call another's code."""
+    """Gives a jitted function a unique name. numba distinguishes closures of one function by a
+    number that counts from 1 in each process, so with the cache on disk one kernel could call
+    another's code."""
     function.py_func.__qualname__ = name
 
 
@@ -482,8 +482,8 @@ _kept: list[Any] = []  # compiled functions that XLA has the addresses of
 def _compiled(function: Callable[[int], int], name: str) -> int:
     """The address of the function's machine code.
 
-    It is kept on disk by `name` and this processor. So the name must be unique: of two processes
-    that write to the same files at once, one would leave its code under the other's key.
+    It is stored on disk by `name` and this processor. The name must be unique: if two processes
+    wrote different code to the same files, one would leave its code under the other's key.
     """
     machine = repr(registry.cpu_target.target_context.codegen().magic_tuple())
     function.__qualname__ = f"{name}_{hashlib.sha256(machine.encode()).hexdigest()[:8]}"

@@ -1,8 +1,8 @@
 """Products of rows with weights [in, out] of bfloat16 or float32 on CPUs, by numba.
 
-XLA's library lays the weights out anew for each product, by itself and before it multiplies, which
-takes as long as multiplying so few rows. Here each panel of columns is laid out by whoever
-multiplies it, block by block, in its core's cache.
+XLA's library lays out the weights again for each product, on one thread and before it multiplies,
+which takes as long as multiplying few rows. Here each thread lays out the panel of columns that it
+multiplies, block by block, in its core's cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def skinny_matmul(x: jax.Array, weights: jax.Array, *, transposed: bool) -> jax.
 
 @numba_ffi.compiled_once
 def target(*, wide: bool) -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: x [T, in] and weights
+    """The name of the kernel, which is compiled at the first call. Operands: x [T, in] and weights
     [in, out] of bfloat16, wide: of float32; result: [T, out], float32."""
     name = f"jaxserve_panels_{32 if wide else 16}"
 
@@ -59,8 +59,8 @@ def _panels(given: Any) -> Any:
 
 @njit(**numba_ffi.INLINE)
 def _panel(given: Any, i: int, wide: bool) -> None:
-    """Share i: PANEL columns of the result, or what is left of them. A word, of 32 bits, is a
-    number, or two of one column that follow each other."""
+    """Computes share i: PANEL columns of the result, or the remaining ones. A 32-bit word is one
+    number, or two consecutive numbers of a column."""
     a_word = 1 if wide else 2
     count, depth = numba_ffi.dims(given[0], 2)
     words, columns = depth // a_word, numba_ffi.dims(given[2], 2)[1]
@@ -101,7 +101,7 @@ def _panel(given: Any, i: int, wide: bool) -> None:
 def _pack(
     at: int, next_row: int, packed_at: int, packed_row: int, mine: int, deep: int, wide: bool
 ) -> None:  # fmt: skip
-    """Weights from an address on as words [deep, mine]."""
+    """Packs weights from an address on as words [deep, mine]."""
     if wide:
         for k in range(deep):
             numba_ffi.copy(packed_at + k * packed_row, at + k * next_row, packed_row)
@@ -117,8 +117,9 @@ def _add(
     sums_at: int, x_at: int, packed_at: int, row_bytes: int, rows: int, mine: int, deep: int,
     ahead: int, next_row: int, wide: bool,
 ) -> None:  # fmt: skip
-    """sums [rows, mine] += x [rows, DEPTH] @ packed, words. Meanwhile as many weights are fetched
-    from `ahead` on, a line or two with every word; 0: there are none, it is packed itself."""
+    """sums [rows, mine] += x [rows, DEPTH] @ packed, words. Meanwhile as many weights are
+    prefetched from `ahead` on, a line or two with every word; 0: there are none, so `packed` itself
+    is prefetched."""
     step, other = next_row, pairs.LINE if wide else next_row // 2
     if ahead == 0:
         ahead, step, other = packed_at, 0, 0

@@ -1,10 +1,9 @@
-"""CPUs: what queries of one row make of its context, compiled by numba: a running softmax over
-chunks of it (FlashAttention, Dao et al. 2022, section 3.1).
-
-Few queries read the blocks where they lie (PagedAttention, Kwon et al. 2023, section 4.1); for more
-a chunk is widened and put in order first. Chunks begin at multiples of CHUNK, and every sum has one
-order. So what a query comes to depends on its position and its context alone: not on how many
-queries are computed with it, nor on where a prompt was cut.
+"""Attention of one row's queries over its context on CPUs, compiled by numba: a running softmax
+over chunks of the context (FlashAttention, Dao et al. 2022, section 3.1). Few queries read the
+blocks in place (PagedAttention, Kwon et al. 2023, section 4.1); for more queries, a chunk is
+widened and put in order first. Chunks begin at multiples of CHUNK, and every sum has a fixed order.
+So a query's result only depends on its position and its context: not on how many queries are
+computed with it, nor on where a prompt was cut.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import INLINE, allocate, pointer
 from jaxserve.pallas_kernels.cpu.scores import CHUNK, add_values, largest, score_keys, weigh
 from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES, prefetch, widened
 
-FEW = 8  # queries that are not worth putting the context in order for
+FEW = 8  # up to this many queries read the context in place
 _MASKED = np.float32(-1e30)
-NO_SINK = -1e30  # of a head that has none
-LINE = 64  # bytes that vectors begin with, so that none lies in two
+NO_SINK = -1e30  # of a head without a sink
+LINE = 64  # alignment of vectors in bytes, so that none crosses a line
 
 
 @njit(**INLINE)
 def room(queries: int, head_dim: int) -> Any:
-    """The address of scratch memory for `attend`, for so many queries of one head; to be given to
+    """The address of scratch memory for `attend`, for this many queries of one head; release it by
     `free`."""
     width = (head_dim + LANES - 1) // LANES * LANES
     numbers = 2 * queries * width + 2 * queries + 2 * CHUNK * width + 3 * CHUNK
@@ -74,7 +73,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         count: Number of tokens.
         position: Position of the first token.
         context: Tokens of the row that are cached.
-        ahead: How many of those behind it a token sees; 0: it is causal.
+        ahead: Number of later tokens that a token sees; 0: attention is causal.
         scale: Factor of the queries.
         window: Sliding window; 0 for none.
         cap: Soft cap; 0 for none.
@@ -106,13 +105,13 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             left[m, d] = np.float32(0)
         for d in range(width):
             sums[m, d] = np.float32(0)
-    # Few queries read K and V where they lie; for many it pays to copy a chunk first.
+    # Few queries read K and V in place; for many it pays to copy a chunk first.
     in_place = queries <= FEW and width == head_dim and size % LANES == 0
     low = max(0, position - window + 1) if window > 0 else 0
     if window > 0:
         ahead = min(ahead, window - 1)
     high = min(position + count + ahead, context)
-    # Chunks begin at multiples of CHUNK, so that where a prompt was cut does not matter.
+    # Chunks begin at multiples of CHUNK, so that it does not matter where a prompt was cut.
     for first in range(low // CHUNK * CHUNK, high, CHUNK):
         begin, end = max(first, low), min(first + CHUNK, high)
         if not in_place:
@@ -123,7 +122,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             at = position + m // group
             lower = max(begin, at - window + 1) - first if window > 0 else 0
             upper = min(end, at + 1 + ahead) - first
-            if lower >= upper:  # it sees nothing of this chunk
+            if lower >= upper:  # the query sees nothing of this chunk
                 continue
             # Scores of the keys that it sees, LANES at a time, to `line`.
             for j in range(lower // LANES * LANES, upper, LANES):
@@ -140,7 +139,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             if cap > 0:
                 for j in range(lower, upper):
                     line[j] = cap * np.tanh(line[j] / cap)
-            # A new maximum: what is added up so far shrinks to it.
+            # For a new maximum, the sums so far are rescaled.
             top = largest(line_at, lower, upper, tops[m])
             if top > tops[m]:
                 old = np.exp(tops[m] - top)

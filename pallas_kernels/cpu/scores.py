@@ -1,4 +1,4 @@
-"""What attention does with vectors: scores of keys, their weights, and sums of values."""
+"""The vector operations of attention: scores of keys, softmax weights, and sums of values."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _AT_ONCE = 4  # vectors of a value
 
 @intrinsic
 def score_keys(_: Any, kind: Any, keys: Any, row: Any, query: Any, width: Any, to: Any) -> Any:
-    """Writes the products of a query with LANES keys: each lane by lane in order of the width,
-    then the lanes.
+    """Writes the products of a query with LANES keys: each summed lane by lane in order of the
+    width, then over the lanes.
 
     Args:
         kind: An array of the keys' numbers, see `vectors.widened`.
         keys: Address of the first key.
         row: Bytes from one key to the next; may be negative.
         query: Address of float32 numbers.
-        width: Of a key; a multiple of LANES.
+        width: Width of a key; a multiple of LANES.
         to: Address of LANES float32 numbers.
     """
 
@@ -55,7 +55,7 @@ def score_keys(_: Any, kind: Any, keys: Any, row: Any, query: Any, width: Any, t
 
 
 def _inside(builder: Any, i: int, lower: Any, upper: Any) -> Any:
-    """Which lanes of the vector of this number are in [lower, upper), vectors."""
+    """Which lanes of vector i are in [lower, upper)."""
     index = ir.Constant(vectors.WORDS, list(range(i * LANES, (i + 1) * LANES)))
     above = builder.icmp_signed(">=", index, lower)
     return builder.and_(above, builder.icmp_signed("<", index, upper))
@@ -67,13 +67,12 @@ def _bounds(builder: Any, *numbers: Any) -> list[Any]:
 
 @intrinsic
 def largest(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
-    """The largest of some scores of a chunk, and of what was the largest before. Those that are no
-    numbers are left out.
+    """The maximum of some scores of a chunk and of the previous maximum. NaN scores are ignored.
 
     Args:
         line: Address of CHUNK float32 scores.
-        lower, upper: Those that count are [lower, upper).
-        top: The largest before.
+        lower, upper: Range of valid scores, [lower, upper).
+        top: The previous maximum.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -102,12 +101,12 @@ def largest(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
 @intrinsic
 def weigh(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
     """Replaces the scores of a chunk by exp(score - top), and returns their sum: lane by lane in
-    order, then the lanes.
+    order, then over the lanes.
 
     Args:
         line: Address of CHUNK float32 scores.
-        lower, upper: Those that count are [lower, upper); others become 0.
-        top: The largest.
+        lower, upper: Range of valid scores, [lower, upper); others become 0.
+        top: The maximum.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -131,7 +130,7 @@ def weigh(_: Any, line: Any, lower: Any, upper: Any, top: Any) -> Any:
 def add_values(
     _: Any, kind: Any, values: Any, row: Any, weights: Any, count: Any, width: Any, sums: Any
 ) -> Any:
-    """Adds some values, times a weight each, to sums, one after another.
+    """Adds some values times their weights to sums, one after another.
 
     Args:
         kind: An array of the values' numbers, see `vectors.widened`.
@@ -139,7 +138,7 @@ def add_values(
         row: Bytes from one value to the next; may be negative.
         weights: Address of float32 numbers.
         count: Number of values.
-        width: Of a value; a multiple of LANES.
+        width: Width of a value; a multiple of LANES.
         sums: Address of float32 numbers.
     """
 

@@ -1,8 +1,8 @@
 """Vectors of float32 in registers, for kernels that numba compiles.
 
-Whatever is added up here has one order, and a product and a sum are rounded once or twice as
-written: nothing is left to the compiler's flags. So what a row comes to depends neither on how many
-rows there are nor on how they are shared out.
+Sums here have a fixed order, and a product with a sum is rounded once or twice exactly as written,
+whatever the compiler's flags. So a row's result depends neither on the number of rows nor on how
+they are divided among threads.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from numba.core import cgutils
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 
 LANES = 16  # numbers of a vector: one register with AVX-512, two with AVX2, four with NEON
-BYTES = 4  # of a number
+BYTES = 4  # bytes of a number
 NUMBER = ir.FloatType()
 VECTOR = ir.VectorType(NUMBER, LANES)
 WORD = ir.IntType(64)
 INDEX = ir.IntType(32)
-# Two numbers of bfloat16 are the halves of a word of 32 bits, the first the lower one; a float32 is
-# one of them above 16 zeros. So a vector of words is two of numbers, those at even and odd places.
+# Two bfloat16 are the halves of a 32-bit word, the first in the lower half; a bfloat16 above 16
+# zero bits is the same number as float32. So a vector of words holds two vectors of numbers, at
+# even and at odd places.
 WORDS = ir.VectorType(INDEX, LANES)
 _BITS = ir.VectorType(ir.IntType(1), LANES)
 
@@ -77,13 +78,13 @@ def moved(builder: Any, address: Any, index: Any, size: int, further: int = 0) -
 
 
 def masked(builder: Any, address: Any, kind: Any, count: Any) -> Any:
-    """A load of the first numbers of a vector, and zeros.
+    """Loads the first numbers of a vector, padded with zeros.
 
     Args:
         builder: The LLVM builder.
         address: int64.
         kind: The vector's LLVM type.
-        count: int64, how many are there; None for all.
+        count: int64, how many numbers to load; None for all.
     """
     size = {"i8": 1, "i16": 2}.get(str(kind.element), BYTES)
     if count is None:
@@ -149,8 +150,7 @@ def fetch(builder: Any, address: Any, locality: int) -> None:
 
 
 def halves(builder: Any, found: Any) -> tuple[Any, Any]:
-    """Twice LANES numbers of bfloat16, a vector of words: those at even places, those at odd
-    ones."""
+    """Splits 2 * LANES bfloat16, a vector of words, into the numbers at even and at odd places."""
     low = builder.shl(found, ir.Constant(WORDS, [16] * LANES))
     high = builder.and_(found, ir.Constant(WORDS, [0xFFFF0000] * LANES))
     return builder.bitcast(low, VECTOR), builder.bitcast(high, VECTOR)
@@ -172,7 +172,7 @@ def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _fuses() -> bool:
-    """Whether one instruction multiplies and adds; else LLVM would call a function for it."""
+    """Whether the processor has fused multiply-add; otherwise LLVM would call a function for it."""
     x86 = llvm.get_process_triple().startswith(("x86", "i686"))
     return not x86 or bool(llvm.get_host_cpu_features().get("fma", False))
 
@@ -210,8 +210,8 @@ def total(builder: Any, vector: Any) -> Any:
 
 
 def totals(builder: Any, vectors: list[Any]) -> Any:
-    """The sums of the lanes of 1, 2, 4, 8 or 16 vectors, in order, as one vector. Each is added up
-    in the same order, whatever their number."""
+    """The sums of the lanes of 1, 2, 4, 8 or 16 vectors, in order, as one vector. Each sum has the
+    same order, whatever the number of vectors."""
     width = LANES
     while width > 1:
         width //= 2
@@ -229,13 +229,13 @@ def totals(builder: Any, vectors: list[Any]) -> Any:
 
 
 def numbers_of(builder: Any, address: Any, kind: Any, count: Any = None) -> Any:
-    """LANES numbers as float32, or the first ones and zeros.
+    """Loads LANES numbers as float32, or the first ones, padded with zeros.
 
     Args:
         builder: The LLVM builder.
         address: int64.
-        kind: As numba has them, see `widened`.
-        count: int64, how many are there; None for all.
+        kind: Their numba type, see `widened`.
+        count: int64, how many numbers to load; None for all.
     """
     if kind == types.float32:
         return masked(builder, address, VECTOR, count)
@@ -270,8 +270,8 @@ def widened(_: Any, number: Any) -> Any:
 
 def of_float8(builder: Any, word: Any) -> Any:
     """The float32 of a float8's 8 bits in a word, or of a vector of words: 1 of sign, 4 of exponent
-    (bias 7), 3 of mantissa; 127 is NaN. Never a denormal float32 in between, which XLA's threads
-    take for 0."""
+    (bias 7), 3 of mantissa; 127 is NaN. No intermediate float32 is denormal, since XLA's threads
+    treat those as 0."""
     words = word.type
     numbers = NUMBER if words == INDEX else VECTOR
 
@@ -307,8 +307,8 @@ def prefetch(_: Any, address: Any, size: Any) -> Any:
 
 
 def _sum(term: Any, numbers: int, more: tuple[Any, ...] = ()) -> Any:
-    """An intrinsic (addresses of `numbers` rows of float32, how many, *more) -> the sum of
-    term(builder, *vectors, *more): lane by lane in order, then the lanes."""
+    """An intrinsic (addresses of `numbers` rows of float32, their length, *more) -> the sum of
+    term(builder, *vectors, *more): lane by lane in order, then over the lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows, n, given = args[:numbers], args[numbers], args[numbers + 1 :]
@@ -352,7 +352,7 @@ def sum_of_exp(_: Any, x: Any, n: Any, top: Any) -> Any:
 
     Args:
         x: Address of float32 numbers.
-        n: How many.
+        n: Count of numbers.
         top: float32.
     """
 

@@ -1,5 +1,5 @@
-"""Vectors into slots of the pool on CPUs, in place, by numba: for pools of any dtype. XLA's CPU
-compiler has no scatter of 16-bit numbers, and converts the whole pool for one."""
+"""Writes vectors into slots of the pool on CPUs, in place, by numba, for pools of any dtype. XLA's
+CPU compiler has no scatter for 16-bit numbers, and converts the whole pool for it."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def put_vectors(
 
 @compiled_once
 def target() -> str:
-    """The name of the kernel, compiled if it is the first time.
+    """The name of the kernel, which is compiled at the first call.
 
     Operands: pool [L, B, K, S, D], which is the result; values [N, M, K, D]; blocks, slots, int32
-    [N], those outside of the pool being skipped; int32 [2]: the first of M layers, and the bytes of
-    a number."""
+    [N], skipped if outside of the pool; int32 [2]: the first of M layers, and the bytes of a
+    number."""
     return register("jaxserve_put", _shares, _share, __file__)
 
 
@@ -67,7 +67,7 @@ def _shares(given: Any) -> Any:
 
 @njit(**OPTIONS)
 def _a_share(given: Any) -> int:
-    """How many of the N a share has."""
+    """Number of vectors in a share."""
     shape = dims(given[_VALUES], 4)
     item = int32s(given[_INTS])[1]
     return max(1, SHARE // (shape[1] * shape[2] * shape[3] * item))

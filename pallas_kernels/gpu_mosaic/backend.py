@@ -17,10 +17,10 @@ from jaxserve.pallas_kernels.gpu_mosaic.decode import paged_decode
 from jaxserve.pallas_kernels.gpu_triton import backend
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
 
-DTYPES = ("bfloat16", "float16")  # of the multiplier's operands
+DTYPES = ("bfloat16", "float16")  # of the matrix unit's operands
 HEAD_DIMS = (64, 128)
 _NO_SINKS = "its kernels know no attention sinks"
-SMALL_BLOCKS = (8, 16, 32)  # larger ones are of whole tiles
+SMALL_BLOCKS = (8, 16, 32)  # larger blocks consist of whole tiles
 
 
 def plan(

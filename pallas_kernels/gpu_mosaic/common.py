@@ -1,4 +1,5 @@
-"""What the Mosaic GPU kernels share: their shape, and contexts in equal shares, one a program."""
+"""Common parts of the Mosaic GPU kernels: their shape, and contexts in equal shares, one per
+program."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, bounds
 plgpu: Any = mosaic_gpu  # jax 0.10 has less in it, which type checkers would mind
 OLDEST_JAX = (0, 12)
 
-QUERIES = 64  # rows of a warpgroup's product: the heads of a group, and what lies behind them
-TILE = 64  # tokens of context an iteration
+QUERIES = 64  # rows of a warpgroup's product: the heads of a group, and padding
+TILE = 64  # tokens of context per iteration
 GRID, WARPGROUP = "program", "warpgroup"  # axes
 
 
@@ -42,7 +43,7 @@ class Options(common.Options):
 
     @property
     def page(self) -> int:
-        """Tokens that one copy brings, all of one block: a power of two."""
+        """Tokens of one copy, all in one block: a power of two."""
         return min(self.geometry.block_size, TILE)
 
 
@@ -54,7 +55,7 @@ class Piece(NamedTuple):
         row: Row of the batch.
         first: First tile of the part, counted in tiles of the row's context.
         tiles: Number of tiles; 0 for none.
-        lower, length: Positions that count, [lower, length).
+        lower, length: Visible positions, [lower, length).
         whole: Whether the part is everything that the row sees.
         place: If not, index of its partial state: each program has two.
     """
@@ -72,7 +73,7 @@ class Piece(NamedTuple):
 def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | None) -> Shares:
     """Plans decodes over a pool of this geometry. An item is a row of the batch; a row without work
     gets one tile, which writes zeros."""
-    # One program a multiprocessor, which keeps its copies coming from one row to the next.
+    # One program per multiprocessor, which keeps copies in flight from one row to the next.
     return decode_shares(batch, geometry, tuning.Launch(TILE), sliding_window, decode_only=True)
 
 

@@ -1,9 +1,8 @@
-"""Paged decode attention on Mosaic GPU: one query token a row, in equal shares of all contexts.
-
-FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) on what sm_90 has: one warpgroup
-copies tiles into shared memory (`ring`), the other multiplies them (wgmma), all heads of a
-group in one product, padded to its 64 rows. A program takes so many tiles, wherever rows begin and
-end, and the parts of a row are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
+"""Paged decode attention on Mosaic GPU: one query token per row, in equal shares of all contexts.
+FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) on sm_90: one warpgroup copies tiles
+into shared memory (`ring`), the other multiplies them (wgmma), all heads of a group in one product,
+padded to its 64 rows. A program takes a fixed number of tiles, wherever rows begin and end, and the
+parts of a row are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, unpacked
 from jaxserve.pallas_kernels.online_softmax import Softmax
 
 WARPGROUPS = 2
-MULTIPLIES, COPIES = 0, 1  # what each of them does
+MULTIPLIES, COPIES = 0, 1  # the roles of the warpgroups
 
 
 def _multiply(a: Ref, b: Ref) -> jax.Array:
@@ -64,8 +63,8 @@ def _across(values: jax.Array, width: int) -> jax.Array:
 
 
 def _inside(piece: Piece, tile: Any, flip: Any, shape: tuple[int, int], axis: int) -> jax.Array:
-    """Whether the tokens of a tile, which lie along `axis`, count. flip: bits of a token's place
-    that are inverted in a block filled from the right."""
+    """Which tokens of a tile, along `axis`, are visible. flip: bits of a token's place that are
+    inverted in a block filled from the right."""
     place = plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
     position = tile * TILE + (place ^ flip)
     return (position >= piece.lower) & (position < piece.length)
@@ -85,7 +84,7 @@ def _one_tile(
     width = v.shape[1]
 
     @pl.when((tile * TILE < piece.lower) | (tile * TILE + TILE > piece.length))
-    def _clear() -> None:  # what is there of others may be NaN, which no weight of 0 takes away
+    def _clear() -> None:  # stale values may be NaN, and 0 * NaN is NaN
         inside = _inside(piece, tile, flip, (TILE, width), 0)
         v[...] = jnp.where(inside, v[...], jnp.zeros((), v.dtype))
 
@@ -117,8 +116,8 @@ def _start(width: int) -> Softmax:
 
 
 def _store(source: Ref, values: jax.Array, target: Ref, row: Any, group: int) -> None:
-    """The first `group` rows of values [QUERIES, D] to target [X, D] from `row` on, by way of
-    `source` in shared memory: registers hold all of them or none."""
+    """The first `group` rows of values [QUERIES, D] to target [X, D] from `row` on, through
+    `source` in shared memory, since a part of the registers cannot be stored."""
     source[...] = values.astype(source.dtype)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(source.at[pl.ds(0, group)], target.at[pl.ds(row, group)])
@@ -134,7 +133,7 @@ def _attend(
     memory: Scratch,
     options: Options,
 ) -> None:
-    """What the multiplying warpgroup does, with the tiles that `ring.fill` brings."""
+    """The multiplying warpgroup's work on the tiles that `ring.fill` brings."""
     group, width = options.group, options.geometry.head_dim
 
     def attend(piece: Piece, before: Any) -> None:
@@ -220,7 +219,7 @@ def paged_decode(
     # A program reads QUERIES rows from a group's first one on.
     queries = jnp.pad(q.reshape(-1, width).astype(pool.dtype), ((0, QUERIES), (0, 0)))
     fields, programs = batch_arguments(layer, batch), shares.first.shape[0]
-    # Two places a program. Of the statistics the multiplier's padding is stored too.
+    # Two places per program. Statistics are stored including the matrix unit's padding.
     stats = jax.ShapeDtypeStruct((2 * programs * QUERIES,), jnp.float32)
     acc = jax.ShapeDtypeStruct((2 * programs * options.group, width), jnp.float32)
     done, peak, total, acc = plgpu.kernel(

@@ -1,6 +1,5 @@
-"""Mosaic GPU: shared memory, and the warpgroup that has the copy engine (TMA) fill it.
-
-K and V go through a ring of tiles, so that several are under way while one is multiplied (as in
+"""Mosaic GPU: shared memory, and the warpgroup that fills it by the copy engine (TMA). K and V go
+through a ring of tiles, so that several are in flight while one is multiplied (as in
 FlashAttention-3, Shah et al. 2024, section 3.1).
 """
 
@@ -24,7 +23,7 @@ from jaxserve.pallas_kernels.gpu_mosaic.common import (
 from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares
 
-# Of a multiprocessor of sm_90, without what barriers and reductions take.
+# Shared memory of an sm_90 multiprocessor, without that of barriers and reductions.
 SHARED_BYTES = (227 - 8) * 1024
 MOST_STAGES = 6
 
@@ -57,7 +56,7 @@ def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
     width, itemsize = options.geometry.head_dim, jnp.dtype(dtype).itemsize
     stages = _stages(width, itemsize, jnp.dtype(out_dtype).itemsize)
 
-    def operand(*shape: int) -> Any:  # as the multiplier wants it to lie
+    def operand(*shape: int) -> Any:  # in the matrix unit's layout
         swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
         tiling = plgpu.TilingTransform((8, swizzle // itemsize))
         return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
@@ -87,8 +86,7 @@ def stage_of(memory: Scratch, number: Any) -> Any:
 
 
 def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: Options) -> None:
-    """What the copying warpgroup does: brings all tiles of the program into the ring, piece by
-    piece.
+    """The copying warpgroup's work: brings all tiles of the program into the ring, piece by piece.
 
     Args:
         batch: The batch's refs.
@@ -102,7 +100,7 @@ def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: 
     def bring(piece: Piece, before: Any) -> None:
         def one(i: Any, _: None) -> None:
             number, stage = before + i, stage_of(memory, before + i)
-            # Read before the wait, so that they are there when it ends.
+            # Read before the wait, so that they have arrived when it ends.
             pages = _pages(batch, piece, piece.first + i, options)
 
             @pl.when(number >= stages)
@@ -131,13 +129,14 @@ def _pages(
     found = []
     for i in range(TILE // page):
         position = tile * TILE + i * page
-        # Behind the context the last block comes once more: a barrier counts a tile's copies.
+        # Beyond the context the last block is copied again, since a barrier counts the copies of a
+        # tile.
         entry = jnp.minimum(lax.div(position, jnp.int32(size)), last)
         slot = lax.rem(position, jnp.int32(size))
         slot = jnp.where(batch.direction[piece.row] == RIGHT, size - page - slot, slot)
         for plane in (0, 1):
             block = batch.tables[piece.row, plane, entry]
-            # A row of nothing may have any number in its table.
+            # An empty row may have any number in its table.
             block = jnp.minimum(jnp.maximum(block, 0), options.geometry.blocks - 1)
             found.append((plane, i, block, slot))
     return found

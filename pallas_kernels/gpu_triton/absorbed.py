@@ -2,9 +2,9 @@
 
 One x for all heads, as key and as value: scores q_h . x_i, then sum_i a_i x_i (the hidden cache of
 Apt-Serve section 4.2, with the projections folded into the query and the output as in DeepSeek-V2,
-section 2.1.2). The accumulator [heads, E] fits in no SM, so there are two passes over x: scores,
-then for each slice of E a running softmax over them and its weighted sums. Both are cut into equal
-shares of all contexts (`stream_k`); what is cut of a slice's sums is merged.
+section 2.1.2). The accumulator [heads, E] does not fit in an SM, so there are two passes over x:
+scores, then for each slice of E a running softmax over them and its weighted sums. Both are cut
+into equal shares of all contexts (`stream_k`); partial sums of a slice are merged.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from jaxserve.pallas_kernels.pool import Pool, read_as
 from jaxserve.pallas_kernels.sharding import sum_as_far
 
 MAX_HEADS = 128  # all of them are one tile of a matrix unit
-PIECES = 4  # of scores, of which shards sum those that the longest context reaches into
-MAX_SLICE = 128  # elements of x that the weighted sums of all heads leave registers for
+PIECES = 4  # of scores; shards sum pieces up to the longest context
+MAX_SLICE = 128  # elements of x for which all heads' sums fit into registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Options(common.Options):
     """The options of all kernels, and how x is sliced.
 
     Attributes:
-        dtype: That x is summed up in.
+        dtype: Dtype of sums over x.
     """
 
     dtype: jnp.dtype
 
     @property
     def padded_heads(self) -> int:
-        """Heads as a matrix unit's tile has them."""
+        """Heads, padded to a matrix unit's tile."""
         return _padded_heads(self.num_heads)
 
     @property
@@ -78,7 +78,7 @@ def _padded_heads(num_heads: int) -> int:
 
 
 def _slice(geometry: common.Geometry) -> int:
-    """Elements of x of one accumulator, all of which lie together in a block."""
+    """Elements of x of one accumulator, contiguous in a block."""
     return MAX_SLICE if geometry.head_dim % MAX_SLICE == 0 else geometry.head_dim
 
 
@@ -117,7 +117,7 @@ def plan(
     row = jnp.arange(batch.max_rows, dtype=jnp.int32)
     mine = (batch.kind == HIDDEN) & (batch.query_lens > 0) & (row < batch.num_decodes)
     length = jnp.where(mine, batch.context_lens, 0)
-    # A token takes a slot: no hidden cache is shared.
+    # A token takes one slot, since hidden caches are not shared.
     tokens = min(batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
 
     def shares(kernel: str, heads: int, least: int) -> Shares:
@@ -126,7 +126,7 @@ def plan(
         most = (common.cdiv(tokens, launch.tile) + batch.max_rows) * heads
         return cut(tiles, heads, tuning.cutting(launch, most, least=least))
 
-    # A tile of scores takes all of x: enough for a program.
+    # A tile of scores takes all of x, which is enough for a program.
     return Plan(
         shares("absorbed_scores", 1, least=1),
         shares("absorbed_sums", _slices(geometry), least=2),

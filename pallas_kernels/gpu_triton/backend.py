@@ -22,12 +22,12 @@ from jaxserve.pallas_kernels.pool import POOL_DTYPES
 from jaxserve.pallas_kernels.xla.backend import SCALES
 
 MAX_HEAD_DIM = 256
-MAX_GROUP = 128  # query heads that share a kv head: they are one tile of a matrix unit
+MAX_GROUP = 128  # query heads per kv head: they share a matrix unit's tile
 
 
 class PagedPlan(NamedTuple):
-    """What decodes and, in a step that has any, chunks of KV rows want of programs: one work for
-    each of `prefill.kinds`."""
+    """The work of decodes, and of chunks of KV rows if a step has any: one for each of
+    `prefill.kinds`."""
 
     decode: Shares
     chunks: tuple[Work, ...]
@@ -113,13 +113,15 @@ def attend_uncut(
     decode_only: bool,
     **options: Any,
 ) -> jax.Array:
-    """See `backends.Backend.attend`: decodes and chunks by one kernel, in one order of sums."""
+    """See `backends.Backend.attend`: decodes and chunks by one kernel, with a fixed order of
+    sums."""
     out, kind = jnp.zeros_like(q), triton_prefill.UNCUT
     return triton_prefill.paged_prefill(out, q, pool, layer, batch, plan, kind, **options)
 
 
 def supports(kind: int, shape: KernelShape) -> str | None:
-    """None, or why a cache of this kind and shape (one shard's heads) is not for these kernels."""
+    """Why these kernels do not support a cache of this kind and shape (one shard's heads), or
+    None."""
     num_heads, head_dim, group = shape.num_heads, shape.head_dim, shape.num_heads // shape.kv_heads
     name = jnp.dtype(shape.dtype).name
     if name not in POOL_DTYPES:

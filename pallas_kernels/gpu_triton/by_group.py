@@ -1,8 +1,7 @@
 """Products of rows with the weights of their group, see `grouped_matmul`, on Pallas-Triton. XLA for
-GPUs would multiply all rows with the weights of every group.
-
-A program makes a tile of the result, whose rows are of one group. It reads that group's weights
-alone; groups without rows are not read.
+GPUs would multiply all rows with the weights of every group. A program computes a tile of the
+result with rows of one group. It reads only that group's weights; weights of groups without rows
+are not read.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from jax.experimental.pallas import triton as plgpu
 from jaxserve.pallas_kernels.gpu_triton import common
 
 _LEAST = 16  # of each side of a tensor core's product
-_COLUMNS, _TURN = 128, 64  # of a tile at most, and inputs that one turn of the loop takes
-_ROWS = (16, 32, 64, 128)  # of a tile: the least that has a group's rows, were all alike
+_COLUMNS, _TURN = 128, 64  # most columns of a tile, and inputs per iteration
+_ROWS = (16, 32, 64, 128)  # of a tile: the smallest that fits the mean group
 
 
 class Tiles(NamedTuple):
-    """Which rows each tile has.
+    """The rows of each tile.
 
     Attributes:
-        group: int32 [tiles], whose.
-        start: int32 [tiles], its first.
-        stop: int32 [tiles], the first behind them.
+        group: int32 [tiles], the group.
+        start: int32 [tiles], the first row.
+        stop: int32 [tiles], the end of the rows.
     """
 
     group: jax.Array
@@ -53,18 +52,18 @@ def tiles_of(sizes: jax.Array, rows: int, count: int) -> Tiles:
     """Cuts groups of these sizes, int32 [groups], into tiles.
 
     Args:
-        sizes: rows of each group, one group behind the other.
-        rows: of a tile.
-        count: of all rows.
+        sizes: rows of each group, one group after the other.
+        rows: rows of a tile.
+        count: number of all rows.
 
     Returns:
-        As many as there may be. Those that are too many have no rows.
+        The most tiles that there may be; surplus tiles have no rows.
     """
     most = count // rows + min(count, len(sizes))
     each = (sizes + rows - 1) // rows
     last, begin = jnp.cumsum(each), jnp.cumsum(sizes) - sizes
     index = jnp.arange(most, dtype=jnp.int32)
-    # Compared with all: a search is a loop, which GPUs would go back to the host for.
+    # Compares with all groups: a search is a loop, for which GPUs would return to the host.
     group = jnp.searchsorted(last, index, side="right", method="compare_all")
     group = jnp.minimum(group, len(sizes) - 1)
     start = begin[group] + rows * (index - (last - each)[group])
@@ -92,7 +91,7 @@ def _matmul(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: bo
         name="by_group",
     )
     y: jax.Array = call(x, weights, *tiles)
-    # Nobody writes what is behind the last group.
+    # No tile writes the rows after the last group.
     return jnp.where(jnp.arange(count)[:, None] < sizes.sum(), y, 0)
 
 

@@ -1,4 +1,5 @@
-"""What the Pallas-Triton kernels share: the batch as refs, the pool as rows, ragged contexts."""
+"""Common parts of the Pallas-Triton kernels: the batch as refs, the pool as rows, ragged
+contexts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.online_softmax import LOG2_E, Scales
 from jaxserve.pallas_kernels.pool import FLOAT8, MOST_NARROW, Pool, ScaledPool, exceeds_index_range
 
-FLOAT8_SCALE = 256.0  # of what `widened` makes of float8
-ZERO_ROWS = 64  # of an output, that one program fills with zeros
+FLOAT8_SCALE = 256.0  # factor missing in the results of `widened` for float8
+ZERO_ROWS = 64  # rows of an output that one program zeroes
 Ref = Any  # pallas has no public type for the refs that kernels get
 
 
@@ -84,13 +85,13 @@ class Geometry(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], *, scaled: bool = False) -> Geometry:
-        """That of a pool [layers, blocks, kv_heads, block_size, head_dim]."""
+        """The geometry of a pool [layers, blocks, kv_heads, block_size, head_dim]."""
         layers, blocks, kv_heads, block_size, head_dim = shape
         return cls(layers, blocks, kv_heads, block_size, head_dim, scaled)
 
     @property
     def padded_dim(self) -> int:
-        """head_dim as Triton wants it: a power of two, at least 16."""
+        """head_dim padded for Triton to a power of two, at least 16."""
         return max(16, power_of_two(self.head_dim))
 
     def row(
@@ -113,13 +114,13 @@ class Geometry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a kernel is compiled for, besides array shapes.
+    """The options that a kernel is compiled for, besides array shapes.
 
     Attributes:
-        geometry: Of the pool.
+        geometry: The pool's geometry.
         num_heads: Query heads of one shard.
         scoring: How products become scores.
-        tile: Tokens of context an iteration.
+        tile: Tokens of context per iteration.
     """
 
     geometry: Geometry
@@ -154,7 +155,7 @@ class PoolRefs(NamedTuple):
     """A pool as a kernel sees it.
 
     Attributes:
-        values: [rows, head_dim]; float8 as uint8, which GPUs before sm_89 know, too.
+        values: [rows, head_dim]; float8 as uint8, which GPUs before sm_89 support, too.
         scales: float32 [rows], or None.
     """
 
@@ -163,7 +164,7 @@ class PoolRefs(NamedTuple):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """That of the values."""
+        """The dtype of the values."""
         return jnp.dtype(self.values.dtype)
 
     def load(
@@ -173,9 +174,9 @@ class PoolRefs(NamedTuple):
 
         Args:
             rows: int32 [N].
-            inside: bool [N], rows to load, the others being zeros; None for all.
-            geometry: Of the pool.
-            dtype: A wide one.
+            inside: bool [N], rows to load; the others are zeros. None for all.
+            geometry: The pool's geometry.
+            dtype: A wide dtype.
 
         Returns:
             [N, padded head_dim].
@@ -184,7 +185,8 @@ class PoolRefs(NamedTuple):
         return widened(load_rows(self.values, rows, inside, width, padded), dtype)
 
     def load_scales(self, rows: jax.Array, inside: jax.Array | None) -> Scales:
-        """Their scales, float32 [N], zeros where not `inside`; or that of all; None for 1."""
+        """The scales of rows, float32 [N], zeros where not `inside`; or one scale for all; None for
+        1."""
         if self.scales is None:
             return FLOAT8_SCALE if self.values.dtype == jnp.uint8 else None
         at = self.scales.at[rows]
@@ -210,8 +212,9 @@ def take_pool(refs: Sequence[Ref], geometry: Geometry) -> tuple[PoolRefs, list[R
 
 
 def as_rows(values: jax.Array) -> jax.Array:
-    """A pool's values as [rows, head_dim]: a view of the same memory. ValueError where Pallas would
-    miscount them: it counts the numbers of an array of up to 4 GiB with 32 bits and a sign."""
+    """A pool's values as [rows, head_dim]: a view of the same memory. Raises ValueError if Pallas
+    would miscount them: it counts the numbers of an array of up to 4 GiB with signed 32-bit
+    integers."""
     if exceeds_index_range(values.size, values.dtype):
         raise ValueError(
             f"pool: has {values.size} numbers of 8 bits; these kernels reach {MOST_NARROW}, or "
@@ -221,14 +224,14 @@ def as_rows(values: jax.Array) -> jax.Array:
 
 
 def as_bits(values: jax.Array) -> jax.Array:
-    """float8 as uint8, what is of other dtypes as it is."""
+    """float8 as uint8; other dtypes as they are."""
     return lax.bitcast_convert_type(values, jnp.uint8) if values.dtype.name == FLOAT8 else values
 
 
 def widened(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Numbers of a pool, float8 as uint8, in a wide dtype. What was float8 lacks a factor of
-    `FLOAT8_SCALE`: as the upper half of a float16, which has 1 bit of exponent more, it is so much
-    less, and the scores are fewer than the numbers."""
+    """Numbers of a pool, float8 as uint8, in a wide dtype. Results for float8 lack a factor of
+    `FLOAT8_SCALE`: the 8 bits are read as the upper half of a float16, whose exponent has one more
+    bit. The factor is applied to scores, since there are fewer of them than numbers."""
     if values.dtype != jnp.uint8:
         return values.astype(dtype)
     bits = (values.astype(jnp.int8).astype(jnp.int16) << 7) & jnp.int16(~(1 << 14))
@@ -254,7 +257,7 @@ class Context(NamedTuple):
         refs: The batch's refs.
         geometry: Of the pool.
         row: int32 [], row of the batch.
-        direction: int32 [], in which the row fills its blocks.
+        direction: int32 [], the direction in which the row fills its blocks.
         layer: int32 [], index into the whole pool.
     """
 
@@ -273,7 +276,7 @@ class Context(NamedTuple):
             plane: 0 for K or hidden vectors, 1 for V: the index in tables[:, plane].
             head: KV head; for a single position it may be int32 [N].
             position: int32 [N], or int32 [] with many heads.
-            inside: bool, which positions count; None for all.
+            inside: bool, which positions are valid; None for all.
 
         Returns:
             int32 [N]; any row where not `inside`.
@@ -287,7 +290,7 @@ class Context(NamedTuple):
 
 
 def context_of(refs: BatchRefs, geometry: Geometry, row: jax.Array) -> Context:
-    """Where the cached tokens of a row, int32 [], lie in the batch's layer."""
+    """The context of a row, int32 [], in the batch's layer."""
     return Context(refs, geometry, row, refs.direction[row], refs.layer[0])
 
 
@@ -326,7 +329,7 @@ def decode_row(
         decode_only: Every row with a token is a decode, and token i is row i's, padding included.
 
     Returns:
-        (cached tokens, index of the row's token), int32 []. 0 cached tokens for a row that is no
+        (cached tokens, index of the row's token), int32 []. 0 cached tokens for a row that is not a
         decode of this kind.
     """
     active = (refs.kind[row] == kind) & (refs.query_lens[row] > 0)
@@ -353,7 +356,7 @@ def store_rows(ref: Ref, rows: jax.Array, values: jax.Array, inside: jax.Array) 
 
 
 def zero_programs(tokens: int, num_heads: int) -> int:
-    """How many programs `store_zeros` needs for an output [tokens * num_heads, D]."""
+    """Number of programs that `store_zeros` needs for an output [tokens * num_heads, D]."""
     return cdiv(tokens * num_heads, ZERO_ROWS)
 
 

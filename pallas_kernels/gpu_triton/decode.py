@@ -1,8 +1,7 @@
-"""Paged decode attention on Pallas-Triton: one query token a row, in equal shares of all contexts.
-
-FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) over tiles gathered by the block
-table. A program takes so many tokens, wherever rows begin and end, and the parts of a row are
-merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
+"""Paged decode attention on Pallas-Triton: one query token per row, in equal shares of all
+contexts. FlashAttention's running softmax (Dao et al. 2022, Algorithm 1) over tiles gathered by the
+block table. A program takes a fixed number of tokens, wherever rows begin and end, and the parts of
+a row are merged by their log-sum-exp (flash-decoding, Dao et al. 2023).
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ def decode_shares(
     tiles = common.context_tiles(jnp.where(mine, batch.context_lens, 0), launch.tile, window)
     if decode_only:
         tiles = jnp.maximum(tiles, 1)
-    # A token of KV takes two slots. Where rows share blocks there are more tokens, and each program
-    # has more of them.
+    # A token of KV takes two slots. If rows share blocks there are more tokens than slots allow,
+    # and each program has more of them.
     slots = min(2 * batch.max_rows * batch.table_width, geometry.blocks) * geometry.block_size
     most = (common.cdiv(slots // 2, launch.tile) + batch.max_rows) * geometry.kv_heads
     return cut(tiles, geometry.kv_heads, tuning.cutting(launch, most, **cutting))
@@ -126,7 +125,7 @@ def _attend(
         products = online_softmax.scaled(products, pool.load_scales(k_rows, inside))
         scores = online_softmax.prepare(products, options.scoring)
         scores = jnp.where(inside[None, :], scores, -jnp.inf)
-        # Rescale what is added up so far to the new maximum, and add this tile's weights @ V.
+        # Rescale the sums so far to the new maximum, and add this tile's weights @ V.
         return online_softmax.step(state, scores, v, pool.load_scales(v_rows, inside))
 
     # The segment's tiles count from the first one that is seen.

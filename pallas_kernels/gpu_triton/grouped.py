@@ -1,7 +1,7 @@
 """Products with weights in groups, see `quantized_matmul`, on Pallas-Triton.
 
-A program makes a tile of the result, or of one of several sums that make it. It reads the numbers
-once, as they are stored, and multiplies x by what they stand for in x's dtype.
+A program computes a tile of the result, or of one of several partial sums. It reads the stored
+numbers once, and multiplies x by the weights in x's dtype.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jax.typing import DTypeLike
 from jaxserve.pallas_kernels.gpu_triton import common, tuning
 
 _LEAST = 16  # of each side of a tensor core's product
-_PROGRAMS = 512  # some for each multiprocessor of a large GPU
-_TURNS = (128, 64, 32)  # inputs that one turn of the loop takes
-# Bits of 2^k, in which a whole number below 16 can be the last bits of the fraction; 2^k + 8.
+_PROGRAMS = 512  # several for each multiprocessor of a large GPU
+_TURNS = (128, 64, 32)  # inputs per iteration
+# Bits of 2^k such that an integer below 16 fits into the last bits of the fraction; and 2^k + 8.
 _WHOLE = {"bfloat16": (0x4300, 136.0), "float16": (0x6400, 1032.0)}
 
 
@@ -31,8 +31,9 @@ class Sizes(NamedTuple):
 
     Attributes:
         rows, columns: of a program's part of the result.
-        turn: inputs of a turn of the loop: whole groups, or part of one.
-        splits: programs that share the inputs of one such part; their sums are added.
+        turn: inputs per iteration: whole groups, or part of one.
+        splits: number of programs among which the inputs of a part are divided; their sums are
+            added.
         warps, stages: num_warps and num_stages.
     """
 
@@ -54,7 +55,7 @@ def sizes_for(count: int, inputs: int, outputs: int, group: int, itemsize: int =
 
     Args:
         count: rows of x.
-        inputs, outputs: of the weights.
+        inputs, outputs: sizes of the weights.
         group: inputs that share a scale.
         itemsize: bytes of a number of x.
     """
@@ -84,8 +85,8 @@ def choose(
     dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> Callable[..., jax.Array] | None:
-    """The kernel for weights of these shapes; None if there is none. 8 bits with one scale an
-    output are XLA's. See `quantized_matmul`."""
+    """The kernel for weights of these shapes; None if there is none. XLA handles 8 bits with one
+    scale per output. See `quantized_matmul`."""
     if transposed or (q.shape[0] == x.shape[1] and scale.shape[0] == 1 and zero is None):
         return None
     inputs, group = x.shape[1], x.shape[1] // scale.shape[0]
@@ -107,7 +108,7 @@ def _matmul(
     count, inputs = x.shape
     outputs = q.shape[1]
     halves = inputs // q.shape[0]
-    # The inputs of the low halves, then those of the high ones.
+    # The inputs of the low halves, then the inputs of the high halves.
     x = jnp.moveaxis(x.reshape(count, q.shape[0], halves), 2, 0)
     group = inputs // scale.shape[0]
     sizes = sizes_for(count, inputs, outputs, group, x.dtype.itemsize)
@@ -144,7 +145,7 @@ def _kernel(*refs: Any, group: int, sizes: Sizes, zeros: bool) -> None:
     depth, groups = turn // halves, max(1, turn // group)
 
     def of_groups(ref: Any, index: jax.Array) -> jax.Array:
-        """What each number's group has, in x's dtype: [depth, columns] or [1, columns]."""
+        """The group's value for each number, in x's dtype: [depth, columns] or [1, columns]."""
         first = index * groups if turn >= group else lax.div(index, jnp.int32(group // turn))
         found = ref[pl.ds(first, groups), mine].astype(x_ref.dtype)
         if groups == 1:
@@ -170,8 +171,8 @@ def _kernel(*refs: Any, group: int, sizes: Sizes, zeros: bool) -> None:
 
 
 def _halves(numbers: jax.Array, dtype: DTypeLike) -> list[jax.Array]:
-    """The low and the high halves of int8, in a float dtype. For one of 16 bits they are put into
-    the fraction of a power of two: conversions of whole numbers take longer."""
+    """The low and the high halves of int8, in a float dtype. For 16-bit floats they are put into
+    the fraction of a power of two, since converting integers takes longer."""
     name = jnp.dtype(dtype).name
     if name not in _WHOLE:
         wide = numbers.astype(jnp.int32)

@@ -21,8 +21,8 @@ from jaxserve.pallas_kernels.online_softmax import Softmax
 
 TOGETHER = 16  # parts that are merged at once
 
-# (batch, what else the kernel is given, item, head, member) -> the member's row in the output and
-# whether there is one; int32 and bool [].
+# (batch, other arguments of the kernel, item, head, member) -> the member's row in the output,
+# int32 [], and whether there is one, bool [].
 Place = Callable[
     [common.BatchRefs, tuple[common.Ref, ...], jax.Array, jax.Array, jax.Array],
     tuple[jax.Array, jax.Array],
@@ -74,8 +74,8 @@ def store_segment(
         rows: int32 [M'], their rows in the output.
         used: bool [M'], which of them to store.
         members: Members that a place has room for.
-        sinks: float32 [num_heads] in units of log 2, of an output [tokens * num_heads, D]; None for
-            none. They join the softmax of what is stored to the output.
+        sinks: float32 [num_heads] in units of log 2, for an output [tokens * num_heads, D]; None
+            for none. They only join the softmax of segments stored to the output.
     """
     done = state
     if sinks is not None:
@@ -93,9 +93,9 @@ def store_segment(
 
 
 def _kernel(*refs: common.Ref, members: int, head_dim: int, more: int, place: Place) -> None:
-    """One member of the item that share 1 + program_id(1) begins inside of, if no share before
-    does. refs: the batch, `more` others for `place`, the shares, the parts, the sinks if there are
-    any, the output so far (aliased) and the output [rows, D]."""
+    """Merges one member of the item inside of which share 1 + program_id(1) begins, unless an
+    earlier share does, too. refs: the batch, `more` others for `place`, the shares, the parts, the
+    sinks if there are any, the output so far (aliased) and the output [rows, D]."""
     batch, others, shares, rest = unpacked(refs, more)
     parts, sinks, out_ref = Parts(*rest[:3]), rest[3:-2], rest[-1]
     member, program, size = pl.program_id(0), pl.program_id(1) + 1, shares.size[0]
@@ -168,10 +168,10 @@ def merge_parts(
 
     Args:
         out: [rows, D], the output so far.
-        parts: What the programs have left.
+        parts: The parts of all programs.
         fields: From `batch_arguments`.
         shares: The work of all programs.
-        others: What `place` takes besides.
+        others: Other arguments of `place`.
         place: Maps a member to its row in the output.
         sinks: As for `run_shares`.
         interpret: Run in the interpreter.
@@ -233,15 +233,15 @@ def run_shares(
         out: Shape [rows, D] and dtype of the output.
         launch: Compiler parameters.
         place: Maps a member to its row in the output.
-        others: What `place` takes besides.
+        others: Other arguments of `place`.
         members: Members of an item.
         width: Elements of a part's sum: head_dim, padded.
-        zeros: Programs behind those with shares, which write zeros.
+        zeros: Programs after those with shares, which write zeros.
         in_place: Whether the output aliases the last of `arguments`.
-        sinks: Empty, or those that `store_segment` is given.
+        sinks: Empty, or the sinks for `store_segment`.
         uncut: No item is cut, see `tiles.plan_work`.
         interpret: Run in the interpreter.
-        name: Of the kernel, for profiles.
+        name: Name of the kernel, for profiles.
     """
     fields, programs = common.batch_arguments(layer, batch), shares.first.shape[0]
     given = (*fields, *others, *shares, *sinks, *arguments)

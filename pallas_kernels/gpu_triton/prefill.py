@@ -1,9 +1,9 @@
 """Paged attention of ragged prefill chunks on Pallas-Triton (FlashAttention-2, Dao 2023).
 
 A tile is some of a row's query tokens with all query heads of one kv head, so that grouped heads
-share what is read. Programs take equal shares of the contexts of all tiles, many tiles or a part of
-one (`stream_k`), and walk them by the rows' block tables. Context that every query of a tile
-sees needs no mask; only the last of it, across the diagonal, has one.
+share loads. Programs take equal shares of the contexts of all tiles, many tiles or a part of one
+(`stream_k`), and walk them by the rows' block tables. Context that every query of a tile sees needs
+no mask; only its last part, across the diagonal, has one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Options(common.Options):
 
     Attributes:
         queries: Rows of a query tile, query tokens times heads of a group: a power of two.
-        sinks: Whether there are some.
+        sinks: Whether there are sinks.
         uncut: As in `Kind`.
     """
 
@@ -61,9 +61,9 @@ class Kind(NamedTuple):
     Attributes:
         launch: Name of its sizes in `tuning`.
         least, most: Tokens of such a chunk.
-        tokens: That a tile takes at most.
-        uncut: Decodes are chunks, too, and a program walks all that its queries see from the first
-            tile of context on, each by the same code: what a query gets is summed in one order,
+        tokens: Most tokens of a tile.
+        uncut: Decodes are chunks, too, and a program walks the whole context of its queries from
+            the first tile on, always by the same code. So a query's sums have a fixed order,
             whatever else is in the batch and wherever its chunk begins.
     """
 
@@ -75,17 +75,17 @@ class Kind(NamedTuple):
 
 
 _MOST = 1 << 30
-_DRAFTED = 8  # tokens of a decode with drafts, at most
+_DRAFTED = 8  # most tokens of a decode with drafts
 ANY = Kind("prefill", 1, _MOST, _MOST)
 UNCUT = Kind("few", 1, _MOST, _MOST, uncut=True)
 _SMALL = Kind("few", 1, _MOST, _DRAFTED)
 _FEW, _MANY = _SMALL._replace(most=_DRAFTED), ANY._replace(least=_DRAFTED + 1)
-_FEW_TOKENS = 256  # of a bucket where a kernel for long chunks would mostly have none
+_FEW_TOKENS = 256  # buckets up to this rarely have long chunks
 
 
 def kinds(batch: AttentionBatch) -> tuple[Kind, ...]:
-    """Those of a batch's chunks, each a kernel's. Decodes with drafts have small tiles, and where a
-    bucket has room for little else, all have."""
+    """The kinds of a batch's chunks, each for a kernel of its own. Decodes with drafts have small
+    tiles; in a small bucket all chunks have."""
     if not batch.drafts:
         return (ANY,)
     if batch.max_tokens <= min(_FEW_TOKENS, _DRAFTED * batch.max_rows):
@@ -94,7 +94,7 @@ def kinds(batch: AttentionBatch) -> tuple[Kind, ...]:
 
 
 def _queries(tokens: int, group: int, kind: Kind, launch: tuning.Launch) -> int:
-    """Rows of a query tile in a bucket of so many tokens: small buckets and short chunks do not
+    """Rows of a query tile in a bucket of this many tokens: small buckets and short chunks do not
     fill large tiles."""
     if kind.uncut:
         return max(launch.queries, 16, common.power_of_two(group))
@@ -199,7 +199,7 @@ def _attend(
     first = lax.div(tile.lower, jnp.int32(size))
     begin, end = first + segment.begin, first + segment.end
     if options.uncut:
-        # All of the context in one loop with one body, so that the order of sums is fixed.
+        # The whole context in one loop with one body, so that the order of sums is fixed.
         begin, end = first, common.cdiv(tile.upper, size)
     elif window is None:
         # First the tiles that every query sees, which need no mask.

@@ -1,8 +1,8 @@
 """Projected attention over cached hidden vectors on Pallas-Triton (Apt-Serve section 4.2).
 
-K = rotate(norm(x Wk + bk)) and V = x Wv + bv of a tile of context are made in registers, used and
-dropped. K is kept as two halves of head_dim, which the rotation pairs element by element: neither
-the rotation nor the scores (q1 . k1 + q2 . k2) then move anything between lanes.
+K = rotate(norm(x Wk + bk)) and V = x Wv + bv of a tile of context are computed in registers, used
+and dropped. K is kept as two halves of head_dim, which the rotation pairs element by element:
+neither the rotation nor the scores (q1 . k1 + q2 . k2) then move anything between lanes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Options(common.Options):
         norm_eps: Added to the mean square of K's RMS norm.
         queries: Rows of a query tile.
         members: How many of these rows can be query tokens.
-        chunk: Elements of x that one step of the projection takes, a power of two.
+        chunk: Elements of x in one step of the projection, a power of two.
     """
 
     norm_eps: float
@@ -61,12 +61,12 @@ class Options(common.Options):
 
     @property
     def padded_half(self) -> int:
-        """`half` as Triton wants it: a power of two, at least 16."""
+        """`half` padded for Triton to a power of two, at least 16."""
         return max(16, common.power_of_two(self.half))
 
     @property
     def chunks_per_head(self) -> int:
-        """Chunks of the head_dim elements of x that lie together in a block."""
+        """Chunks of head_dim elements of x, which are contiguous in a block."""
         return common.cdiv(self.geometry.head_dim, self.chunk)
 
 

@@ -1,10 +1,10 @@
-"""Work of unequal length as one sequence of tiles, cut into equal shares, one a program.
+"""Work of unequal length as one sequence of tiles, cut into equal shares, one per program.
 
 Stream-K (Osama et al. 2023, section 4), on attention as in Lean Attention (Sanovar et al. 2024): an
 item of work (a decode row, a tile of queries) is some tiles of context, once for each head. All of
-them lie one after another, head by head, and a program takes the next so many, wherever an item
-begins or ends: no program has more to read than another, however long the longest context is. What
-a program has of an item that others have the rest of is a part, merged by `merge`.
+them lie one after another, head by head, and a program takes the next tiles up to its share,
+wherever an item begins or ends: no program reads more than another, however long the longest
+context is. If several programs share an item, each has a part of it, merged by `merge`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Segment(NamedTuple):
 def unpacked(
     refs: tuple[Ref, ...], others: int = 0
 ) -> tuple[BatchRefs, tuple[Ref, ...], Shares, tuple[Ref, ...]]:
-    """Sorts a kernel's refs into the batch, `others` refs of its own, the shares, and the rest."""
+    """Splits a kernel's refs into the batch, `others` refs of its own, the shares, and the rest."""
     first = len(BatchRefs._fields)
     second, third = first + others, first + others + len(Shares._fields)
     return BatchRefs(*refs[:first]), refs[first:second], Shares(*refs[second:third]), refs[third:]
@@ -74,7 +74,7 @@ def cut(tiles: jax.Array, heads: int, cutting: Cutting) -> Shares:
     """Cuts items into equal shares. tiles: int32 [N], tiles of each item (0: none), the same for
     each of `heads` heads."""
     number = jnp.arange(1, len(tiles) + 1, dtype=jnp.int32)
-    # A sum of its own for each, since XLA makes several kernels of a running one.
+    # A separate sum for each, since XLA makes several kernels of a cumulative sum.
     ends = jnp.sum(jnp.where(number <= number[:, None], tiles, 0), axis=1, dtype=jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     used = jnp.max(jnp.where(tiles > 0, number, 0))
@@ -108,8 +108,8 @@ def bounds(shares: Shares, number: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def for_each_segment(shares: Shares, body: Callable[[Segment], None]) -> None:
-    """Runs the body for every segment of program pl.program_id(0), of which programs behind the
-    shares have none."""
+    """Runs the body for every segment of program pl.program_id(0). Programs after the shares have
+    none."""
     program, size = pl.program_id(0), shares.size[0]
     share_begin = program * size
     share_end = share_begin + size

@@ -80,7 +80,7 @@ def plan_work(
         sizes: Of the tiles.
         launch: The sizes of the kernel.
         uncut: A program takes all context of one query tile for one head, however long it is, so
-            that nothing is summed in an order that other rows have a say in.
+            that the order of sums does not depend on other rows.
     """
     tiles = query_tiles(lengths, batch.max_tokens, sizes.tokens)
     row = jnp.minimum(tiles.row, batch.max_rows - 1)

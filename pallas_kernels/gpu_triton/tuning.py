@@ -1,7 +1,7 @@
 """Sizes of the Pallas-Triton kernels by GPU generation: tiles, warps, pipeline stages.
 
-A table, not an algorithm: change a number here after measuring it. Chosen without a GPU, by what
-the compiler says of registers, spills and shared memory. Tiles are in tokens and powers of two.
+A table, not an algorithm: change a number here after measuring it. Chosen without a GPU, by the
+compiler's numbers of registers, spills and shared memory. Tiles are in tokens and powers of two.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Gpu:
 
 A100 = Gpu(80, 108)
 H100 = Gpu(90, 132)
-# A block of threads gets 99 KiB of shared memory at most, where sm_80 has 163 and sm_90 227.
+# A block of threads gets at most 99 KiB of shared memory; sm_80 has 163 and sm_90 has 227.
 SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 NAMED = {"a100": A100, "h100": H100, "h200": H100}
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """Compiler parameters of one kernel, with the tile it works on.
+    """Compiler parameters of one kernel, with its tile.
 
     Attributes:
-        tile: Tokens of context an iteration.
+        tile: Tokens of context per iteration.
         queries: Rows of a query tile (query tokens times the heads of a group).
         warps: num_warps.
-        stages: num_stages. Loads that wait for a block id take two stages, so that 3 buffer one
-            tile, 5 two and so on.
-        chunk: Elements of a hidden vector that one step of its projection takes.
+        stages: num_stages. Loads that wait for a block id take two stages, so that 3 stages buffer
+            one tile, 5 buffer two, and so on.
+        chunk: Elements of a hidden vector in one step of its projection.
         resident: Programs that a multiprocessor holds at once, by their registers and shared
             memory.
     """
@@ -56,9 +56,9 @@ class Launch:
     resident: int = 1
 
 
-# kernel -> {(capability, element bytes, padded head_dim): Launch}. 0 bytes or head_dim: any. Of the
-# entries not above the device's capability an exact element size counts first (for 1 byte those of
-# 2 come next), then an exact head_dim, then the highest capability.
+# kernel -> {(capability, element bytes, padded head_dim): Launch}. 0 bytes or head_dim: any. Among
+# entries not above the device's capability, an exact element size has priority (for 1 byte, 2 bytes
+# come next), then an exact head_dim, then the highest capability.
 _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "decode": {
         (80, 2, 0): Launch(32, warps=4, stages=5, resident=4),
@@ -82,7 +82,7 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (90, 1, 0): Launch(128, queries=128, warps=8, stages=2),
         (90, 1, 256): Launch(64, queries=128, warps=8, stages=2),
     },
-    # Decodes with a few drafted tokens: by their tiles prefills, by what they wait for decodes.
+    # Decodes with a few drafted tokens: tiled like prefills, memory-bound like decodes.
     "few": {
         (80, 2, 0): Launch(32, queries=64, warps=4, stages=5, resident=4),
         (80, 2, 256): Launch(16, queries=32, warps=4, stages=5, resident=3),
@@ -119,8 +119,8 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     "copy": {(80, 0, 0): Launch(2048, warps=4, stages=1)},
 }
 
-# Tokens of context that a program of a decode takes, about. Fewer balance no better: shares are
-# equal, and one wave of programs is several hundred.
+# Approximate tokens of context per program of a decode. Fewer would not balance better: shares are
+# equal, and one wave has several hundred programs.
 DECODE_TOKENS = 512
 
 
@@ -130,10 +130,10 @@ class Cutting:
 
     Attributes:
         programs: Number of shares, some of which may stay empty.
-        least: Tiles of a share at least.
+        least: Least tiles of a share.
         fill: Number of shares that fill the GPU.
-        most: Tiles of a share at most: more work makes more shares than `fill`. Exceeded only where
-            `programs` shares would not hold it.
+        most: Most tiles of a share: more work makes more shares than `fill`. Exceeded only if
+            `programs` shares would not suffice.
     """
 
     programs: int
@@ -147,7 +147,8 @@ _target: list[Gpu] = []
 
 @contextlib.contextmanager
 def compiling_for(gpu: Gpu) -> Iterator[None]:
-    """Inside, kernels are traced with this GPU's sizes: for compiling without the hardware."""
+    """Within the context, kernels are traced with this GPU's sizes, to compile without the
+    hardware."""
     _target.append(gpu)
     try:
         yield
@@ -169,7 +170,7 @@ def target() -> Gpu:
 
 def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
     """The sizes of a kernel for elements of `itemsize` bytes and a padded head_dim. Elements of one
-    byte are multiplied as ones of two, whose sizes they have unless there are some of their own."""
+    byte are multiplied as two bytes, and use those sizes unless they have their own."""
     table, gpu = _TABLE[kernel], target()
     sizes = (0, itemsize, 2) if itemsize == 1 else (0, itemsize)
     fits = [
@@ -194,10 +195,10 @@ def cutting(launch: Launch, tiles: int, tokens: int | None = None, least: int = 
 
     Args:
         launch: The sizes of the kernel.
-        tiles: Tiles of the sequence at most.
-        tokens: Tokens of context of a share, about, where that makes more shares than the GPU holds
-            at once; None for no more than it holds.
-        least: Tiles of a share at least.
+        tiles: Most tiles of the sequence.
+        tokens: Approximate tokens of context per share, if that makes more shares than the GPU
+            holds at once; None for no more shares than it holds.
+        least: Least tiles of a share.
     """
     fill = target().processors * launch.resident
     most = tiles if tokens is None else max(least, tokens // launch.tile)

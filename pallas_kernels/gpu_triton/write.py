@@ -1,4 +1,4 @@
-"""Copies into, out of and inside the pool on Pallas-Triton, in place, one launch each.
+"""Copies into, out of and within the pool on Pallas-Triton, in place, each in one launch.
 
 A slot of one layer is kv_heads runs of head_dim elements, block_size runs apart. A program copies
 a slice of one slot: element e of the slot is element e % head_dim of head e // head_dim.
@@ -48,7 +48,7 @@ def _call(kernel: Any, geometry: common.Geometry, **arguments: Any) -> Any:
 
 
 def _write_kernel(*refs: common.Ref, geometry: common.Geometry, size: int) -> None:
-    """refs: the batch, k and v (and x, where hidden rows can be) [T, E], the pool's rows in and
+    """refs: the batch, k and v (and x, if there can be hidden rows) [T, E], the pool's rows in and
     out."""
     fields = len(common.BatchRefs._fields)
     batch = common.BatchRefs(*refs[:fields])
@@ -111,7 +111,7 @@ def _as_pool(rows: jax.Array, pool: jax.Array, shape: tuple[int, ...] = ()) -> j
     return rows.reshape(shape or pool.shape)
 
 
-# (places, the place's number, layer, part of the slot) -> where in an array.
+# (places, number of the place, layer, part of the slot) -> place in an array.
 Place = Callable[[common.Ref, jax.Array, jax.Array, _Slice, common.Geometry], tuple[jax.Array, ...]]
 
 
@@ -141,10 +141,10 @@ _FIRST, _SECOND = functools.partial(_pooled, 0), functools.partial(_pooled, 2)
 def _copy_kernel(
     places: common.Ref,  # int32 [M, any]
     count: common.Ref,  # int32 [1]
-    *arrays: common.Ref,  # what is read, and last the output, which may have an alias before it
+    *arrays: common.Ref,  # inputs, then the output, perhaps after its alias
     source: Place,
     target: Place,
-    zeros: bool,  # of the places that do not count
+    zeros: bool,  # for places beyond the count
     geometry: common.Geometry,
     size: int,
 ) -> None:

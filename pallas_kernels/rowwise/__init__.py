@@ -1,2 +1,2 @@
-"""What is done to each row by itself: norms, gates, rotary positions, sums by weights, the
-likeliest token."""
+"""Operations on each row by itself: norms, gates, rotary positions, sums by weights, the likeliest
+token."""

@@ -1,5 +1,5 @@
-"""The largest number of each row on CPUs, by numba: one pass, rows shared out to all cores.
-XLA's CPU compiler makes three passes of it, the first on one thread."""
+"""The largest number of each row on CPUs, by numba: one pass, rows divided among all cores. XLA's
+CPU compiler makes three passes, the first on one thread."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def argmax(scores: jax.Array) -> jax.Array:
 
 @numba_ffi.compiled_once
 def target() -> str:
-    """The name of the kernel, compiled if it is the first time."""
+    """The name of the kernel, which is compiled at the first call."""
     return numba_ffi.register("jaxserve_argmax", _rows, _row, __file__)
 
 
@@ -59,7 +59,7 @@ def _row(given: Any, _: int, row: int) -> None:
     best, first = _key(scores[0]), 0
     for begin_at in range(0, columns, CHUNK):
         top, part = best, scores[begin_at : begin_at + CHUNK]
-        for j in range(part.shape[0]):  # from 0 on, so that it is one of vectors
+        for j in range(part.shape[0]):  # from 0 on, so that it is vectorised
             top = max(top, _key(part[j]))
         if top > best:
             best, first = top, begin_at

@@ -1,5 +1,4 @@
-"""Gated activations on CPUs, by numba: each number by the same operations, whatever else is
-computed."""
+"""Gated activations on CPUs, by numba: each number by the same operations, whatever the shape."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from jaxserve.pallas_kernels.cpu import numba_ffi, vectors
 from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES
 
-SHARE = 1 << 15  # numbers of a share
+SHARE = 1 << 15  # numbers per share
 _SILU, _GELU, _CLAMPED = range(3)
 _KINDS = {"silu": _SILU, "gelu_pytorch_tanh": _GELU}
 
@@ -85,8 +84,8 @@ def _gate(
 
 @numba_ffi.compiled_once
 def target(kind: int) -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: gate and up [T, width];
-    float32 [2]: limit, alpha. Result: [T, width]."""
+    """The name of the kernel, which is compiled at the first call. Operands: gate and up [T,
+    width]; float32 [2]: limit, alpha. Result: [T, width]."""
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Norms of rows on CPUs, and logarithms of sums of exponentials, by numba: a row's sums have one
-order, where XLA's CPU compiler has another one for few rows than for many."""
+"""Norms of rows on CPUs, and logarithms of sums of exponentials, by numba: a row's sums have a
+fixed order, while XLA's CPU compiler sums differently for few rows than for many."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def target(kind: str, *, centred: bool, biased: bool) -> str:
 
     Args:
         kind: Dtype of scale and bias.
-        centred: Whether each row's mean is taken away first.
+        centred: Whether each row's mean is subtracted first.
         biased: Whether there is a bias.
     """
     number = _KINDS[kind]

@@ -1,5 +1,5 @@
-"""Rotary positions on CPUs, by numba: each number by the same operations, whatever else is
-computed. Which of two products XLA's CPU compiler joins with their sum depends on what it fuses."""
+"""Rotary positions on CPUs, by numba: each number by the same operations, whatever the shape. In
+XLA's CPU compiler, fusion decides which of two products is fused with their sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numba import carray, njit
 from jaxserve.pallas_kernels.cpu import numba_ffi
 
 SHARE = 1 << 14  # numbers that a share rotates, about
-_TOKENS = 32  # whose angles are a share
+_TOKENS = 32  # tokens whose angles are a share
 
 
 def takes(x: jax.Array) -> bool:

@@ -1,5 +1,4 @@
-"""Sums of rows by weights on CPUs, by numba: products are rounded before they are added, whatever
-else is computed."""
+"""Sums of rows by weights on CPUs, by numba: products are always rounded before they are added."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def add_weighted(base: jax.Array, y: jax.Array, weights: jax.Array, places: jax.
 
 @numba_ffi.compiled_once
 def target() -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: base [T, D]; y [N, D];
+    """The name of the kernel, which is compiled at the first call. Operands: base [T, D]; y [N, D];
     weights and places [T, K]. Result: [T, D]."""
 
     @njit(**numba_ffi.OPTIONS)
