@@ -17,12 +17,12 @@ def grouped_matmul(
     transposed: bool = False,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Multiplies each group of rows with its own weights; rows lie by group. Rows are rounded to
-    the weights' dtype, sums are in float32.
+    """Multiplies each group of rows with its own weights; rows are sorted by group. Rows are
+    rounded to the weights' dtype, sums are in float32.
 
-    XLA's own product (`jax.lax.ragged_dot`) computes every group for every row on CPUs, so that
-    they have a kernel, which reads the weights of groups that have rows. There a row's result does
-    not depend on what other rows there are.
+    XLA's own product (`jax.lax.ragged_dot`) computes every group for every row on CPUs. So CPUs
+    have a kernel, which reads only the weights of groups with rows. With it, a row's result does
+    not depend on other rows.
 
     Args:
         x: [T, in].
@@ -48,7 +48,7 @@ def grouped_matmul(
     y = jax.lax.ragged_dot_general(
         x, weights, group_sizes, numbers, preferred_element_type=jnp.float32
     )
-    behind = jnp.arange(len(x))[:, None] >= group_sizes.sum()  # what is there, platforms choose
+    behind = jnp.arange(len(x))[:, None] >= group_sizes.sum()  # undefined there
     return jnp.where(behind, 0, y).astype(dtype)
 
 
@@ -61,12 +61,12 @@ def quantized_grouped_matmul(
     *,
     transposed: bool,
 ) -> jax.Array | None:
-    """The same with weights in few bits, see `quantized_matmul`, on one device: float32 [T, out].
-    None where it has no kernel for these.
+    """`grouped_matmul` with quantised weights, see `quantized_matmul`, on one device: float32 [T,
+    out]. None if the device has no kernel for these.
 
     Args:
         x: [T, in], bfloat16 or float32.
-        q, scale, zero: of each group those of `quantized_matmul`, [groups, ...].
+        q, scale, zero: those of `quantized_matmul` for each group, [groups, ...].
         group_sizes: int32 [groups], rows of each; together at most T.
         transposed: q, scale and zero are [groups, out, ...].
     """

@@ -42,8 +42,8 @@ class HiddenProjection:
     norm_eps: float = dataclasses.field(default=1e-6, metadata={"static": True})
 
     def validate(self, width: int, heads: int, head_dim: int) -> None:
-        """ValueError, naming the field, unless this maps [width] to `heads` heads of head_dim.
-        Costs nothing at run time: shapes are static."""
+        """Raises ValueError, which names the field, unless this maps [width] to `heads` heads of
+        head_dim. Costs nothing at run time: shapes are static."""
         columns = heads * head_dim
         wanted: dict[str, tuple[int, ...]] = {
             "wk": (width, columns),
@@ -99,7 +99,7 @@ def project(
 
 
 def _product(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """x [S, E] @ weights [E, N] -> float32 [S, N], as the steps of models have it."""
+    """x [S, E] @ weights [E, N] -> float32 [S, N], as in the steps of models."""
     if has_skinny_matmul(len(x), weights, transposed=False):
         return skinny_matmul(x, weights, False)
 

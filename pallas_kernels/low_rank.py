@@ -14,7 +14,7 @@ RANKS = (8, 16, 32, 64, 128, 256)
 
 
 def skips_columns() -> bool:
-    """Whether the first device has a kernel that reads no columns but those that rows have."""
+    """Whether the first device has a kernel that only reads the columns of the rows' adapters."""
     return platform_backend().add_low_rank is not None
 
 
@@ -26,17 +26,17 @@ def add_low_rank(
     numbers: jax.Array,
     owner: jax.Array,
 ) -> jax.Array | None:
-    """Adds to each row of y its own low-rank product, on one device. What is added to a row does
-    not depend on which others there are, and rows of number 0 stay as they are. None where the
-    platform has no kernel for these.
+    """Adds to each row of y its own low-rank product, on one device. The product of a row does not
+    depend on other rows, and rows with number 0 stay as they are. None if the platform has no
+    kernel for these.
 
     Args:
         y: [T, sum of out], float32.
         x: [T, in].
         a: [columns, parts, in].
-        b: of each part, [columns, out].
-        numbers: int32 [T], whose columns each row has; 0: nobody's.
-        owner: int32 [columns], whose each is, the same for every 8.
+        b: [columns, out] for each part.
+        numbers: int32 [T], the adapter of each row; 0: none.
+        owner: int32 [columns], the adapter of each column, the same for every 8.
     """
     choose = platform_backend().add_low_rank
     kernel = choose and choose(a) if y.dtype == jnp.float32 else None

@@ -72,8 +72,8 @@ def stage_out(
         mesh: Shards kv heads over its axis "tensor"; None for one device.
 
     Returns:
-        [M, layers, kv_heads, head_dim]; zeros from `count` on. Of an int8 pool the last axis has
-        `SCALE_BYTES` more, those of the vector's scale.
+        [M, layers, kv_heads, head_dim]; zeros from `count` on. For an int8 pool the last axis has
+        `SCALE_BYTES` more, for the vector's scale.
 
     Raises:
         ValueError: A wrong shape or dtype.
@@ -103,7 +103,7 @@ def stage_in(
     backend: str = "xla",
     mesh: Mesh | None = None,
 ) -> SamePool:
-    """Scatters a buffer as `stage_out` fills it back into slots of all layers.
+    """Scatters a buffer from `stage_out` back into slots of all layers.
 
     Args:
         pool: [layers, blocks, kv_heads, block_size, head_dim]; updated in place where it is
@@ -145,13 +145,13 @@ def stage_in(
 
 
 def staging_shape(pool: Pool, slots: int) -> tuple[int, ...]:
-    """The shape of a buffer for so many slots, see `stage_out`."""
+    """The shape of a buffer for this many slots, see `stage_out`."""
     layers, _, heads, _, dim = pool.shape
     return slots, layers, heads, staged_width(dim, pool.dtype)
 
 
 def staged_vectors(pool: Pool, staging: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `stage_out` has given, as numbers to compute with: [M, layers, kv_heads, head_dim]."""
+    """The result of `stage_out` as numbers to compute with: [M, layers, kv_heads, head_dim]."""
     if not isinstance(pool, ScaledPool):
         return widen(staging, None, dtype)
     return widen(*_parted(staging, pool.shape[4]), dtype)

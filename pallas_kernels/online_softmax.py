@@ -1,4 +1,4 @@
-"""The running softmax of flash attention, whatever memory and backend it runs on.
+"""The running softmax of flash attention, for any memory and backend.
 
 Scores are in units of log 2 (`prepare` folds log2(e) into the scale), so that weights are exp2, the
 one exponential that GPUs have in hardware (Milakov and Gimelshein 2018, section 3; Dao 2023,
@@ -17,9 +17,9 @@ from jax import lax
 from jaxserve.pallas_kernels.backends import Scoring
 
 LOG2_E = math.log2(math.e)
-# Finite, so that the peak of a row that has seen nothing gives weights of 0, not NaN.
+# Finite, so that a row that has seen nothing gets weights of 0, not NaN.
 NOTHING_SEEN = -1e30
-# Of N vectors: float32 [N], one for all, or None for 1.
+# The scales of N vectors: float32 [N], one for all, or None for 1.
 Scales = jax.Array | float | None
 
 
@@ -65,10 +65,10 @@ def step(state: Softmax, scores: jax.Array, values: jax.Array, scales: Scales = 
     """Adds a tile (Dao 2023, section 3.1, Algorithm 1).
 
     Args:
-        state: What was seen before.
+        state: The state so far.
         scores: float32 [M, N], -inf where not seen.
         values: [N, D], all finite.
-        scales: Of the values.
+        scales: Scales of the values.
     """
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
@@ -79,15 +79,15 @@ def step(state: Softmax, scores: jax.Array, values: jax.Array, scales: Scales = 
 
 
 def scaled(products: jax.Array, scales: Scales, axis: int = 1) -> jax.Array:
-    """What is known of N vectors without their scales, [M, N] or with axis 0 [N, M], with them."""
+    """Multiplies products of N vectors, [M, N] or with axis 0 [N, M], by the vectors' scales."""
     if scales is None or isinstance(scales, float):
         return products if scales is None else products * scales
     return products * jnp.expand_dims(scales, 1 - axis)
 
 
 def with_sinks(state: Softmax, sinks: jax.Array) -> Softmax:
-    """The state after one more score of each query, float32 [M] in units of log 2, that has no
-    value."""
+    """The state after one more score without a value for each query, float32 [M] in units of log
+    2."""
     peak = jnp.maximum(state.peak, sinks)
     fade = jnp.exp2(state.peak - peak)
     total = state.total * fade + jnp.exp2(sinks - peak)

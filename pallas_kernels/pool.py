@@ -1,4 +1,4 @@
-"""The block pool: one array for every layer's K, V (or hidden) blocks, or two if it is of int8."""
+"""The block pool: one array for every layer's K, V (or hidden) blocks, or two arrays for int8."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from jaxserve.pallas_kernels.batch import LEFT, RIGHT
 FLOAT8 = "float8_e4m3fn"
 WIDE_DTYPES = ("float32", "bfloat16", "float16")
 POOL_DTYPES = (*WIDE_DTYPES, FLOAT8, "int8")
-_NAMED = {"fp8": FLOAT8}  # dtypes that have another name in configurations
-# Of a vector of int8: its scale, a float32.
+_NAMED = {"fp8": FLOAT8}  # dtypes with another name in configurations
+# Bytes of the scale of an int8 vector, a float32.
 SCALE_BYTES = 4
 MOST_NARROW = 1 << 31  # see `exceeds_index_range`
-# Tokens of a block unless told otherwise. A TPU's program starts the transfer of each block, and
-# waits for it, one after another: over small ones it would do little else.
+# Default tokens of a block. A TPU's program starts the transfer of each block and waits for it, one
+# after another: with small blocks it would do little else.
 BLOCK_SIZE = 16
 TPU_BLOCK_SIZE = 64
-# A TPU keeps the last two axes, slots and head_dim, in whole tiles of so many.
+# A TPU stores the last two axes, slots and head_dim, in whole tiles of this size.
 TPU_TILE = (8, 128)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ScaledPool:
-    """A pool of int8. A vector is its values times its scale. A scale a block would change with
-    each token that comes, and for both owners of a block.
+    """A pool of int8. A vector is its values times its scale. A scale per block would change with
+    each new token, for both owners of a block.
 
     Attributes:
         values: int8 [layers, blocks, kv_heads, block_size, head_dim].
@@ -82,7 +82,7 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rounds vectors to int8, each by the scale of its largest element.
 
     Args:
-        x: [..., D]. What is not finite makes its vector NaN.
+        x: [..., D]. A value that is not finite makes its vector NaN.
 
     Returns:
         int8 [..., D] and the scales, float32 [...].
@@ -95,8 +95,8 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def saturating_cast(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x in the dtype of a pool that is not of int8. In float8, what is too large, infinity too,
-    becomes the largest number there is, 448: a conversion would make it NaN."""
+    """x in the dtype of a pool that is not int8. In float8, values that are too large, including
+    infinity, become the largest number, 448: a plain conversion would make them NaN."""
     if jnp.dtype(dtype).name == FLOAT8:
         most = float(jnp.finfo(dtype).max)
         x = jnp.clip(x, -most, most)
@@ -109,7 +109,7 @@ def widen(values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.
     Args:
         values: [..., D], in the pool's dtype.
         scales: float32 [...]; None if the pool has none.
-        dtype: Of the result.
+        dtype: Dtype of the result.
     """
     if scales is None:
         return values.astype(dtype)
@@ -117,7 +117,7 @@ def widen(values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.
 
 
 def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Vectors as a pool of this dtype gives them back.
+    """Vectors after a round trip through a pool of this dtype.
 
     Args:
         x: [..., D].
@@ -158,7 +158,7 @@ def make_pool(
         block_size: Tokens of a block.
         head_dim: Elements of a head.
         dtype: One of POOL_DTYPES.
-        sharding: Where to make it, never whole on one of several devices; None for the first
+        sharding: Where to make it, never as a whole on one of several devices; None for the first
             device.
 
     Raises:
@@ -193,11 +193,10 @@ def pool_of(
 
 
 def format_of(dtype: DTypeLike, sharding: jax.sharding.Sharding) -> Any:
-    """The format of a pool of this dtype and sharding, a tree as the pool is: its axes in memory in
-    order, as the kernels want them.
-
-    Stated explicitly because where head_dim is no multiple of 128 a TPU's compiler would rather put
-    the blocks last, and then copy the whole pool into order and back around every step.
+    """The format of a pool of this dtype and sharding, a tree with the pool's structure: axes in
+    order in memory, as the kernels need. Stated explicitly because, if head_dim is not a multiple
+    of 128, a TPU's compiler would put the blocks last, and copy the whole pool into order and back
+    around every step.
     """
     values = Format(Layout(major_to_minor=tuple(range(5))), sharding)
     if jnp.dtype(dtype) != jnp.int8:
@@ -248,8 +247,8 @@ def block_bytes(
 
 
 def exceeds_index_range(size: int, dtype: DTypeLike) -> bool:
-    """Whether Pallas-Triton cannot count the numbers of a pool (of a shard): of 8 bits, between 2
-    and 4 GiB."""
+    """Whether Pallas-Triton miscounts the numbers of a pool (of a shard): those of 8 bits, between
+    2 and 4 GiB."""
     return jnp.dtype(dtype).itemsize == 1 and MOST_NARROW < size <= 2 * MOST_NARROW
 
 
@@ -287,7 +286,7 @@ def read_tokens(
         direction: LEFT or RIGHT, how the request fills its blocks.
 
     Returns:
-        [length, kv_heads, head_dim], of an int8 pool in float32.
+        [length, kv_heads, head_dim], for an int8 pool in float32.
 
     Raises:
         ValueError: A length, direction or block id out of range.

@@ -1,5 +1,5 @@
-"""Products with weights in few bits, where the platform has a kernel for them, which reads the
-weights as they are stored."""
+"""Products with quantised weights, if the platform has a kernel for them, which reads the weights
+as they are stored."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def quantized_matmul(
     axes: tuple[str | None, str | None],
     mesh: Mesh | None,
 ) -> jax.Array | None:
-    """x [T, in] @ ((q - zero) * scale + minimum) -> [T, out]. Sums are in float32. None where the
+    """x [T, in] @ ((q - zero) * scale + minimum) -> [T, out]. Sums are in float32. None if the
     first device has no kernel for these.
 
     Args:
         x: [T, in], bfloat16, float16 or float32.
         q: int8 or float8_e4m3fn [in, out]; or int8 [in / 2, out], two neighbouring inputs in each,
             the first in the low half.
-        scale: [groups, out]; a group is in / groups inputs one after another.
+        scale: [groups, out]; a group is in / groups consecutive inputs.
         zero: int8 [groups, out], or None.
         minimum: float32 [groups, out], or None.
         transposed: q, scale, zero and minimum are [out, ...].
-        dtype: of the result.
-        axes: of the mesh, over which inputs and outputs are cut; None for not.
+        dtype: dtype of the result.
+        axes: mesh axes over which inputs and outputs are cut; None for uncut.
         mesh: the devices; None for one.
     """
     backend = platform_backend()
@@ -46,7 +46,7 @@ def quantized_matmul(
         return None
     rows, columns = axes if mesh is not None else (None, None)
     weight = PartitionSpec(columns, rows) if transposed else PartitionSpec(rows, columns)
-    # A single scale an output is not cut with the inputs.
+    # A single scale per output is not cut with the inputs.
     single = scale.shape[1 if transposed else 0] == 1
     by_group = PartitionSpec(*(None if single and axis == rows else axis for axis in weight))
     specs = (PartitionSpec(None, rows), weight, by_group, by_group, by_group)
@@ -84,7 +84,7 @@ def quantized_matmul(
 
 def _of_minimum(x: jax.Array, minimum: jax.Array, *, transposed: bool) -> jax.Array:
     """Sums of x by group, times the groups' minimums: float32 [T, out]. As exact as x: matrix units
-    take float32 for several passes."""
+    multiply float32 in several passes."""
     rows, groups = x.shape[0], minimum.shape[1 if transposed else 0]
     sums = x.astype(jnp.float32).reshape(rows, groups, -1).sum(axis=-1)
     numbers = (((1,), (1 if transposed else 0,)), ((), ()))

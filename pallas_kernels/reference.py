@@ -1,7 +1,7 @@
 """Slow and obvious NumPy references of the kernels, one token at a time, in float64 by default.
 
-They take what a backend's functions take (see `backends.Backend`), of all heads, and arrays of
-any float dtype.
+They take the arguments of a backend's functions (see `backends.Backend`), with all heads, and
+arrays of any float dtype.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Array = np.ndarray | jax.Array
 
 
 def as_cached(values: np.ndarray, cached: DTypeLike) -> np.ndarray | ScaledPool:
-    """Vectors [..., D] of float32 as they would be in a pool of another dtype. What is not finite
-    stays so: of int8 vectors in their scales."""
+    """Float32 vectors [..., D] after a round trip through a pool of another dtype. Values that are
+    not finite stay so; for int8 vectors, in their scales."""
     if jnp.dtype(cached) != jnp.int8:
         with np.errstate(invalid="ignore"):
             return values.astype(jnp.dtype(cached))
@@ -35,7 +35,7 @@ def as_cached(values: np.ndarray, cached: DTypeLike) -> np.ndarray | ScaledPool:
 
 
 def as_numbers(pool: Array | ScaledPool) -> np.ndarray:
-    """What is cached, in float64."""
+    """The cached values in float64."""
     if isinstance(pool, ScaledPool):
         return np.asarray(pool.values).astype(np.float64) * np.asarray(pool.scales)[..., None]
     return np.asarray(pool).astype(np.float64)
@@ -103,7 +103,8 @@ def _one_token(
 
 
 def _seen(batch: AttentionBatch, row: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """(token, start, end) for the row's tokens of this step: each sees positions [start, end)."""
+    """(token, start, end) for each of the row's tokens in this step, which sees positions [start,
+    end)."""
     length, context = int(batch.query_lens[row]), int(batch.context_lens[row])
     for i in range(length):
         end = context - length + i + 1
@@ -134,7 +135,7 @@ def _attend(
     dtype: DTypeLike = np.float64,
 ) -> np.ndarray:
     """Attention of q [T, H, D] over the rows of a kind before `end` -> [T, H, D] in dtype, zeros
-    for tokens of others. read: K and V [S, any, D] of what a row has cached in each plane."""
+    for other tokens. read: K and V [S, any, D] from a row's cached vectors in each plane."""
     queries, blocks = np.asarray(q).astype(dtype), np.asarray(pool)[layer].astype(dtype)
     out, batch = np.zeros(queries.shape, dtype), _on_host(batch)
     extra = None if sinks is None else np.asarray(sinks).astype(dtype)
@@ -222,7 +223,7 @@ def project(
     x: np.ndarray, projection: HiddenProjection, head_dim: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """K and V [S, heads, head_dim] of hidden vectors x [S, E] at positions 0 to S - 1."""
-    # Where a window hides the first positions, nobody looks at what becomes of them.
+    # If a window hides the first positions, their values do not matter.
     with np.errstate(invalid="ignore"):
         return _project(x, projection, head_dim)
 
@@ -257,7 +258,7 @@ def move(pool: Array, moves: Array, count: int) -> np.ndarray:
 
 def stage_out(pool: Array, slots: Array, count: int) -> np.ndarray:
     """The vectors of the first `count` of slots [M, 2], (block, slot) each, in all layers: [M,
-    layers, kv_heads, head_dim], the rest zero."""
+    layers, kv_heads, head_dim], the rest zeros."""
     old = np.asarray(pool)
     out = np.zeros((len(slots), old.shape[0], old.shape[2], old.shape[4]), old.dtype)
     for i, (block, slot) in enumerate(np.asarray(slots)[:count]):

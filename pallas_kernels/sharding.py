@@ -1,5 +1,5 @@
 """Kernels over a device mesh: tensor parallelism by head (Megatron-LM, Shoeybi et al. 2019, section
-3). The one place that knows how what a kernel takes and gives is cut."""
+3). The only module that knows how a kernel's arguments and results are cut."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def over_heads(
     Args:
         kernel: Takes and returns one shard's arrays.
         mesh: None to get the kernel itself.
-        takes: How the positional arguments are cut, as partition specs.
-        gives: How the result is cut.
-        **heads: Numbers of heads that must divide over the mesh, by the names for the error.
+        takes: Partition specs of the positional arguments.
+        gives: Partition spec of the result.
+        **heads: Numbers of heads that must divide over the mesh, by their names in errors.
 
     Raises:
         ValueError: The mesh has no axis "tensor", or some heads do not divide over it.
@@ -76,7 +76,7 @@ def sum_as_far(
         scores: This shard's scores.
         axis: The axis that is cut into pieces.
         piece: Length of a piece; divides the axis.
-        length: int32 [], how far to sum. What lies behind the last piece stays the shard's own.
+        length: int32 [], length to sum. Scores after the last summed piece stay the shard's own.
         axis_name: The mesh axis to sum over.
     """
 
@@ -105,7 +105,7 @@ def row_by_row(
     gathered at once, and sending x takes half of what all heads' K and V would.
 
     Args:
-        kernel: Takes the other arguments, but for decode_only.
+        kernel: Takes the other arguments except decode_only.
         q: [T, H, D], the shard's heads.
         pool: The shard's part of the pool.
         layer: Index into the whole pool.
@@ -135,14 +135,14 @@ def row_by_row(
         return out + kernel(q, whole, jnp.int32(0), alone, projection)
 
     number = jnp.sum(hidden)
-    # Of q, or XLA makes the zeros of all layers when the step begins, and keeps them.
+    # Made from q: otherwise XLA makes the zeros of all layers when the step begins, and keeps them.
     zeros = jnp.where(number < 0, q, 0)
     return jax.lax.fori_loop(0, number, one_row, zeros)
 
 
 def _alone(batch: AttentionBatch, row: jax.Array, token_row: jax.Array | None) -> AttentionBatch:
-    """One row as a batch, its tables naming gathered blocks in order. token_row int32 [T]: of all
-    the batch's tokens, those of other rows padding; None: of the row's single token."""
+    """One row as a batch, its tables naming gathered blocks in order. token_row: int32 [T] for all
+    tokens of the batch, with other rows' tokens as padding; None for the row's single token."""
     zero = jnp.zeros(1, jnp.int32)
     table = jnp.arange(batch.table_width, dtype=jnp.int32)
     return AttentionBatch(

@@ -1,5 +1,5 @@
-"""Skinny matmuls: few rows, fewer than a chunk of a prompt has, by weights of bfloat16 or float32,
-where the platform has a kernel for them."""
+"""Skinny matmuls: few rows, fewer than in a chunk of a prompt, times weights of bfloat16 or
+float32, if the platform has a kernel for them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def has_skinny_matmul(rows: int, weights: jax.Array, *, transposed: bool) -> boo
 
 
 def by_columns(weights: jax.Array) -> bool:
-    """Whether the first device multiplies few rows by weights [..., in, out] faster, and many as
-    fast, if they are kept as [..., out, in]."""
+    """Whether the first device multiplies few rows by weights [..., in, out] faster, and many rows
+    as fast, if they are kept as [..., out, in]."""
     chosen = platform_backend().by_columns
     return chosen is not None and chosen(weights)
 
@@ -27,7 +27,7 @@ def by_columns(weights: jax.Array) -> bool:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def skinny_matmul(x: jax.Array, weights: jax.Array, transposed: bool) -> jax.Array:
     """x [T, in] @ weights [in, out] -> float32 [T, out], both of bfloat16 or float32, on one
-    device. Sums are in float32. transposed: the weights are [out, in]. Only where
+    device. Sums are in float32. transposed: the weights are [out, in]. Only if
     `has_skinny_matmul`."""
     choose = platform_backend().skinny_matmul
     kernel = choose and choose(x.shape[0], weights, transposed=transposed)

@@ -85,7 +85,7 @@ def each_piece(
     Args:
         batch: The batch's refs.
         shares: The work of all programs, as refs.
-        options: Of the kernel.
+        options: The kernel's options.
         body: (piece, number of this program's tiles before it).
     """
     program = lax.axis_index(GRID)

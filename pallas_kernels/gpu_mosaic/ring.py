@@ -93,7 +93,7 @@ def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: 
         shares: The work of all programs, as refs.
         pool: Ref [layers, blocks, kv_heads, block_size, D] in HBM.
         memory: The program's shared memory.
-        options: Of the kernel.
+        options: The kernel's options.
     """
     stages = memory.k.shape[0]
 

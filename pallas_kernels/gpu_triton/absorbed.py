@@ -109,7 +109,7 @@ def plan(
 
     Args:
         batch: The batch that will attend.
-        geometry: Of the pool.
+        geometry: The pool's geometry.
         itemsize: Bytes of the pool's elements.
         num_heads: Query heads.
         sliding_window: Positions that a token sees; None for all.
@@ -223,7 +223,7 @@ def _sum(
 
 def _sums_kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the shares, scores [R * H, C], the pool, the output [T * H * slices, slice]
-    and the parts. Programs behind those with shares write zeros."""
+    and the parts. Programs after those with shares write zeros."""
     batch, _, shares, (scores_ref, *rest) = unpacked(refs)
     pool, (out_ref, *parts) = common.take_pool(rest, options.geometry)
     behind = pl.program_id(0) - shares.first.shape[0]

@@ -255,7 +255,7 @@ class Context(NamedTuple):
 
     Attributes:
         refs: The batch's refs.
-        geometry: Of the pool.
+        geometry: The pool's geometry.
         row: int32 [], row of the batch.
         direction: int32 [], the direction in which the row fills its blocks.
         layer: int32 [], index into the whole pool.

@@ -55,7 +55,7 @@ def plan(
 
     Args:
         batch: The batch that will attend.
-        geometry: Of the pool.
+        geometry: The pool's geometry.
         itemsize: Bytes of the pool's elements.
         sliding_window: Positions that a token sees; None for all.
         decode_only: T == R; rows without work then get one tile, which writes zeros.
@@ -137,7 +137,7 @@ def _attend(
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
     """refs: the batch, the shares, the sinks if there are any, q [T * H, D], the pool, the output
-    [T * H, D] and the parts. Programs behind those with shares write zeros."""
+    [T * H, D] and the parts. Programs after those with shares write zeros."""
     # Inputs: the batch's columns, this launch's shares, optional sinks, then q and the pool.
     batch, _, shares, given = unpacked(refs)
     sinks, (q_ref, *rest) = (given[0], given[1:]) if options.sinks else (None, given)

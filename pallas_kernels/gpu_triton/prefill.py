@@ -115,7 +115,7 @@ def plan(
 
     Args:
         batch: The batch that will attend.
-        geometry: Of the pool.
+        geometry: The pool's geometry.
         itemsize: Bytes of the pool's elements.
         num_heads: Query heads of one shard.
         kind: Which chunks to take.

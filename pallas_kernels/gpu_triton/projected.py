@@ -230,7 +230,7 @@ def _attend(
 
 def _kernel(*refs: common.Ref, options: Options, given: tuple[str, ...]) -> None:
     """refs: the batch, the tiles, the shares, q [T * N, D], the pool, the weights that are `given`,
-    the output [T * N, D] and the parts. Programs behind those with shares write zeros."""
+    the output [T * N, D] and the parts. Programs after those with shares write zeros."""
     batch, tiles, shares, (q_ref, *rest) = unpacked(refs, 2)
     pool, arrays = common.take_pool(rest, options.geometry)
     by_name = dict(zip(given, arrays, strict=False))
@@ -286,7 +286,7 @@ def plan(
 
     Args:
         batch: The batch that will attend.
-        geometry: Of the pool.
+        geometry: The pool's geometry.
         itemsize: Bytes of the pool's elements.
         num_heads: Query heads of one shard.
         sliding_window: Positions that a token sees; None for all.

@@ -1,5 +1,5 @@
-"""XLA's own operations on a fixed number of rows at a time, where it would have another order of
-sums for few rows than for many."""
+"""XLA's own operations on a fixed number of rows at a time, if XLA would sum in another order for
+few rows than for many."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ SIZE = 8  # rows
 
 
 def in_fixed_batches(function: Callable[..., Any], *rows: jax.Array, size: int = SIZE) -> Any:
-    """function(*rows), of whose result a row depends on the same row of the arguments alone.
-
-    On a platform that is batch-invariant, so are its bits: it is compiled for `size` rows, and run
-    as often as there are as many. Elsewhere it is called as it is.
+    """function(*rows), where each row of the result only depends on the same row of the arguments.
+    On a batch-invariant platform, this also holds for the bits: the function is compiled for `size`
+    rows and run as often as needed. Elsewhere it is called directly.
 
     Args:
-        function: of arrays [T, ...], to a tree of such.
-        rows: [T, ...] each.
+        function: maps arrays [T, ...] to a tree of such arrays.
+        rows: arrays [T, ...].
         size: rows of a batch.
 
     Returns:

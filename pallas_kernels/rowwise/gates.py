@@ -20,14 +20,14 @@ Bounds = tuple[float, float]
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def gated(gate: jax.Array, up: jax.Array, activation: str, clamped: Bounds | None) -> jax.Array:
-    """activation(gate) * up, or gate * sigmoid(alpha * gate) * (up + 1), both clamped first
-    (OpenAI 2025, gpt-oss's model card, section 2.2, and its released code).
+    """activation(gate) * up, or gate * sigmoid(alpha * gate) * (up + 1), both clamped first (OpenAI
+    2025, gpt-oss's model card, section 2.2, and its released code).
 
     Args:
         gate, up: [T, width].
-        activation: of `ACTIVATIONS`, where nothing is clamped.
-        clamped: limit and alpha: the gate is at most the limit, up within both ends of it. None
-            for an activation.
+        activation: one of `ACTIVATIONS`, if nothing is clamped.
+        clamped: limit and alpha: the gate is at most limit, and up is between -limit and limit.
+            None for an activation.
 
     Returns:
         [T, width].
@@ -40,7 +40,7 @@ def gated(gate: jax.Array, up: jax.Array, activation: str, clamped: Bounds | Non
 
 
 def _gated(gate: jax.Array, up: jax.Array, activation: str, clamped: Bounds | None) -> jax.Array:
-    """In XLA's operations."""
+    """`gated` in XLA operations."""
     if clamped is None:
         return ACTIVATIONS[activation](gate) * up
     limit, alpha = clamped

@@ -1,5 +1,5 @@
-"""Norms, and logarithms of sums of exponentials. Where the platform has kernels for them, a row's
-bits do not depend on how many rows there are."""
+"""Norms, and logarithms of sums of exponentials. If the platform has kernels for them, a row's bits
+do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def rms_norm(
     float32.
 
     Args:
-        x: what to normalise.
-        scale: of the shape of those axes.
+        x: the array to normalise.
+        scale: scale with the shape of those axes.
         eps: added to the mean square.
         offset: added to the scale.
-        axes: how many.
+        axes: number of last axes.
 
     Returns:
         The same shape, in the dtype of x.
@@ -105,5 +105,5 @@ def log_sum_exp(x: jax.Array) -> jax.Array:
     plain = functools.partial(jax.nn.logsumexp, axis=-1, keepdims=True)
     if kernel is None:
         return plain(x)
-    # A step may be compiled for a device that is not here.
+    # A step may be compiled for a device that is not present.
     return jax.lax.platform_dependent(x, cpu=lambda x: kernel(x)[:, None], default=plain)

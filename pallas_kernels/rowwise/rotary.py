@@ -16,8 +16,8 @@ def angles(
 ) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each position times the frequencies, times the amplitude.
 
-    On CPUs without kernels by a loop over two halves, which XLA does not fuse: otherwise it
-    computes them anew wherever they are read, in every layer and for every head.
+    On CPUs without kernels this is a loop over two halves, which XLA does not fuse: otherwise XLA
+    would compute the angles again wherever they are read, in every layer and for every head.
 
     Args:
         positions: int32 [T].
@@ -47,7 +47,7 @@ def angles(
 
 def angle_table(count: int, frequencies: np.ndarray, amplitude: float) -> jax.Array:
     """`angles` of positions [0, count) as one constant, also inside of jitted functions: float32
-    [2, count, n]. Where the platform has no kernel for them, they are NumPy's."""
+    [2, count, n]. If the platform has no kernel for them, they are computed by NumPy."""
     kernel = platform_backend().angles
     if kernel is None:
         phase = np.arange(count, dtype=np.float32)[:, None] * frequencies
@@ -58,7 +58,7 @@ def angle_table(count: int, frequencies: np.ndarray, amplitude: float) -> jax.Ar
 
 @jax.custom_jvp
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pairs of elements: of the first 2 n, i pairs with i + n, as in Llama.
+    """Rotates pairs of elements: among the first 2 n, element i pairs with i + n, as in Llama.
 
     Args:
         x: [T, heads, head_dim].

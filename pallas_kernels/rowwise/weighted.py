@@ -11,16 +11,15 @@ from jaxserve.pallas_kernels.backends import platform_backend
 def add_weighted(
     base: jax.Array | None, y: jax.Array, weights: jax.Array, places: jax.Array | None = None
 ) -> jax.Array:
-    """base, to which weights[t, k] * y[places[t, k]] is added for each k in turn.
-
-    XLA's CPU compiler rounds a product before it is added or not, as its fusions come out for so
-    many rows. Where the platform has a kernel, it always does.
+    """base plus weights[t, k] * y[places[t, k]], added for each k in turn. Whether XLA's CPU
+    compiler rounds a product before it is added depends on its fusions, and so on the number of
+    rows. A kernel of the platform always rounds it.
 
     Args:
         base: [T, D]; None for zeros.
         y: [N, D].
         weights: float32 [T, K].
-        places: int32 [T, K]; None for each row's own place, where K is 1 and N is T.
+        places: int32 [T, K]; None for each row's own place, if K is 1 and N is T.
 
     Returns:
         [T, D], in the dtype of y.

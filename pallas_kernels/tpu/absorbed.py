@@ -1,10 +1,10 @@
 """Absorbed attention over cached hidden vectors on TPU (Mosaic): one shared x for all heads.
 
-With Wk folded into the query beforehand the raw x_i are keys and values at once (absorption:
+With Wk folded into the query beforehand, the raw x_i are both keys and values (absorption:
 DeepSeek-V2, section 2.1.2; the hidden cache: Apt-Serve section 4.2). x [E] lies in the pool as
-`parts` heads of head_dim. Where the accumulator [H, E] fits VMEM, one pass over x does; where it
-does not, or where E is cut over devices and the scores want a sum over them, two do: scores,
-softmax in XLA, sums.
+`parts` heads of head_dim. If the accumulator [H, E] fits in VMEM, one pass over x is enough.
+Otherwise, or if E is cut over devices and scores have to be summed over them, there are two:
+scores, softmax in XLA, sums.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _one_pass(  # refs are of the pool's dtype where none is named
 
 
 def _fits(queries: jax.Array, chunk: common.Chunk, sizes: Sizes) -> bool:
-    """Whether one pass has room: q and out twice each, x twice, the accumulator, the scores."""
+    """Whether one pass fits in VMEM: q and out twice each, x twice, the accumulator, the scores."""
     _, parts, num_heads, head_dim = queries.shape
     row = parts * num_heads * common.padded(head_dim)
     x = 2 * parts * chunk.tokens * common.padded(head_dim)
@@ -79,14 +79,14 @@ def _fits(queries: jax.Array, chunk: common.Chunk, sizes: Sizes) -> bool:
 
 
 class Plan(NamedTuple):
-    """The work of hidden decodes, for one pass or for two. A step runs one of them, and what only
-    the other needs is never computed.
+    """The work of hidden decodes, for one pass or for two. A step runs one of them, and the other's
+    plan is never computed.
 
     Attributes:
         live: bool [R], which rows are hidden decodes.
         token: int32 [R], their tokens; past the end of the token axis for other rows.
-        rows: The work of one pass, an item a row.
-        chunks: The work of two passes, an item a chunk of a row.
+        rows: The work of one pass, an item per row.
+        chunks: The work of two passes, an item per chunk of a row.
     """
 
     live: jax.Array
@@ -127,8 +127,8 @@ def absorbed(
     axis_name: str | None = None,
     interpret: bool,
 ) -> jax.Array:
-    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. ValueError where the items do
-    not fit scalar memory."""
+    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. Raises ValueError if the items
+    do not fit in scalar memory."""
     options = common.Options.from_scoring(scoring, interpret)
     sizes = tuning.sizes(pool.dtype, interpret)
     num_heads = qx.shape[1]

@@ -1,5 +1,6 @@
-"""Absorbed attention on TPU in two passes over x, where its sums do not fit VMEM or its scores want
-a sum over devices: scores, softmax in XLA, sums. And what those of one pass share with them.
+"""Absorbed attention on TPU in two passes over x, if its sums do not fit in VMEM or its scores have
+to be summed over devices: scores, softmax in XLA, sums. Also functions that it shares with one
+pass.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def weighted(
         x: The buffer.
         half: int32 [], the half of x in use.
         part: int32 [], the part.
-        own: bool [1, tokens], the slots that count: what scales others have is not read.
-        dtype: To compute in.
+        own: bool [1, tokens], the row's own slots; scales of other slots are ignored.
+        dtype: Dtype to compute in.
 
     Returns:
         float32 [H, head_dim].
@@ -78,7 +79,7 @@ def weighted(
 
 
 def _scales(x: Buffer, half: jax.Array, part: jax.Array) -> jax.Array | None:
-    """Those of a part, float32 [1, tokens]; None for 1."""
+    """The scales of a part, float32 [1, tokens]; None for 1."""
     scales = x.scales_of(half, pl.ds(part, 1))
     return None if scales is None else scales[0]
 
@@ -103,18 +104,18 @@ def share(
 ) -> tuple[Shares, Shares]:
     """Cuts rows over a chip's cores, by about as many chunks each.
 
-    A row belongs to one core, which sums its chunks in its own memory. Every core has some where
-    there are as many rows as cores.
+    A row belongs to one core, which sums its chunks in its own memory. Every core has some if there
+    are as many rows as cores.
 
     Args:
-        items: int32 [7, R], an item a row.
-        number: int32 [], how many items count.
+        items: int32 [7, R], an item per row.
+        number: int32 [], number of items.
         batch: The batch that will attend.
-        width: Chunks of a row at most.
+        width: Most chunks of a row.
         cores: TensorCores of the chip.
 
     Returns:
-        The shares with an item a row, and the same work with an item a chunk.
+        The shares with an item per row, and the same work with an item per chunk.
     """
     cores = min(cores, batch.max_rows)
     chunks = jnp.where(
@@ -150,8 +151,8 @@ def _split(items: jax.Array, number: jax.Array, chunks: int) -> tuple[jax.Array,
 def turn(core: jax.Array, step: jax.Array, items: Any, cuts: Any) -> jax.Array:
     """The item whose operands a core has in VMEM in a step.
 
-    Past the end of its share a core stays at its last item. A core without any gets the array's
-    last item, which is then of no row that counts.
+    Past the end of its share a core stays at its last item. A core without items gets the array's
+    last item, which then belongs to no live row.
 
     Args:
         core: int32 [].
@@ -226,14 +227,14 @@ def launch(
         kernel: The kernel body.
         shares: The work.
         layer: Index into the whole pool; may be traced.
-        given: The array of which every item gets a block.
+        given: The array with a block for every item.
         pool: [layers, blocks, parts, block_size, head_dim].
         specs: The blocks of `given` and of the result, from `by_item`.
         out: Shape and dtype of the result.
         scratch: The kernel's scratch shapes between x and signals.
-        sizes: Of the chip.
+        sizes: The chip's sizes.
         chunk: Shape of a chunk.
-        options: Of the kernel.
+        options: The kernel's options.
     """
     work, cuts, steps = shares
     call = pl.pallas_call(
@@ -344,8 +345,8 @@ def two_passes(
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
         live: bool [R], which rows are hidden decodes.
-        shares: The work, an item a chunk of a row.
-        options: Of the kernel.
+        shares: The work, an item per chunk of a row.
+        options: The kernel's options.
         axis_name: Mesh axis to sum scores over; None for one device.
 
     Returns:
@@ -363,13 +364,13 @@ def two_passes(
     raw = run(_scores, shares, layer, queries, pool, (row, part), shape, sums)
     seen = _seen(batch, live, chunk, chunks, options.sliding_window)
     seen = seen.reshape(rows, chunks, 1, chunk.tokens)
-    # What was never written may be anything: nothing of it may reach the sum over devices.
+    # Unwritten memory may hold anything, and must not reach the sum over devices.
     raw = jnp.where(seen, raw, 0)
     if axis_name is not None:
         longest = jnp.max(jnp.where(live, batch.context_lens, 0))
         raw = sum_as_far(raw, 1, 1, -(-longest // chunk.tokens), axis_name)
     scores = softmax.scored(raw, seen, options)
-    # A row without anything seen has NaN here; it has no item either.
+    # A row that sees nothing has NaN here; it has no item either.
     weights = jax.nn.softmax(scores, axis=(1, 3))
     out = jax.ShapeDtypeStruct(queries.shape, jnp.float32)
     sum_up = functools.partial(_weighted, dtype=queries.dtype)

@@ -1,4 +1,4 @@
-"""The kernels for TPU (Mosaic), and the same in TPU-interpret mode for tests without one."""
+"""The kernels for TPU (Mosaic), and the same in TPU-interpret mode for tests without a TPU."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class PagedPlan(NamedTuple):
     """The work of a step's KV rows.
 
     Attributes:
-        decodes: The work of decodes; None where these are chunks, too.
+        decodes: The work of decodes; None if these are treated as chunks.
         token: int32 [R], the token of each row that decodes; past the end of the token axis for
-            others.
+            other rows.
         chunks: The work of prefill chunks; None for decode_only.
     """
 
@@ -55,8 +55,8 @@ def _plan(
     interpret: bool,
     deterministic: bool = False,
 ) -> PagedPlan | Tiles:
-    """See `backends.Backend.plan`. deterministic: decodes go the way of chunks, so that what a
-    query gets is summed in one order, wherever its chunk begins."""
+    """See `backends.Backend.plan`. deterministic: decodes are treated as chunks, so that a query's
+    sums have a fixed order wherever its chunk begins."""
     if kind == HIDDEN:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         return projected.plan(batch, shape, dtype, interpret=interpret, **masks)

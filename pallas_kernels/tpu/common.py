@@ -1,8 +1,8 @@
-"""What the Pallas-TPU kernels share: options, work items, the shape of a chunk of context.
+"""Common parts of the Pallas-TPU kernels: options, work items, the shape of a chunk of context.
 
 A kernel's grid is (groups of heads, items). An item is one row's tokens, or a tile of them, with
-the chunks of context that they see; items without any are left out beforehand, so that the grid,
-whose length is known at run time only, has none that does nothing.
+the chunks of context that they see. Items that see none are left out beforehand, so that the grid,
+whose length is only known at run time, has no idle ones.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.tpu.tuning import Sizes
 
 LANES = 128
-# Heads are cut out of 16-bit weights, whose tiles have so many rows; not mostly padding.
+# Heads are cut out of 16-bit weights, whose tiles have this many rows; not mostly padding.
 PACKED, LEAST_HEAD_DIM = 16, 64
-# SMEM for items and rows of tables; the smallest chip has 1 MiB, of which the compiler wants some.
+# SMEM for items and rows of tables; the smallest chip has 1 MiB, of which the compiler needs some.
 SMEM_LIMIT = 900 << 10
 ANY = pl.BlockSpec(memory_space=pl.ANY)
 HBM = pl.BlockSpec(memory_space=pltpu.HBM)
 
-# Fields of an item: its row, position of its first query, number of queries, first chunk and end
-# of those it sees, the row's direction, and where its queries lie (in units of the kernel's own).
+# Fields of an item: its row, position of its first query, number of queries, first chunk and end of
+# the chunks that it sees, the row's direction, and the place of its queries (in units of the
+# kernel's own).
 ROW, FIRST, COUNT, BEGIN, END, SIDE, AT = range(7)
 
 
@@ -88,12 +89,12 @@ class Chunk:
 
 
 def granule_of(dtype: DTypeLike) -> int:
-    """Rows of the layout's tile in a pool of this dtype: transfers begin and end at multiples."""
+    """Rows of a layout tile in a pool of this dtype: transfers begin and end at multiples of it."""
     return 32 if jnp.dtype(dtype).itemsize == 1 else 8
 
 
 def padded(head_dim: int) -> int:
-    """Elements that a head of head_dim takes of HBM and VMEM: whole tiles."""
+    """Elements that a head of head_dim takes in HBM and VMEM: whole tiles."""
     return -(-head_dim // LANES) * LANES
 
 
@@ -126,7 +127,7 @@ def most_a_program(number: int, most: int, cores: int, multiple: int = 1) -> int
 
     Args:
         number: Heads or layers in all.
-        most: Heads or layers of a program at most, if there is a divisor so small.
+        most: Most heads or layers of a program, if there is such a divisor.
         cores: TensorCores of the chip.
         multiple: The result is a multiple of this, or all of them.
     """
@@ -152,7 +153,7 @@ def make_items(
         rows: int32 [N], row of the batch.
         first: int32 [N], position of the first query.
         count: int32 [N], number of queries.
-        at: int32 [N], where the queries lie, in the kernel's own units.
+        at: int32 [N], place of the queries, in the kernel's own units.
         batch: The batch that will attend.
         chunk: Shape of a chunk.
         sliding_window: Positions that a token sees; None for all.
@@ -170,7 +171,8 @@ def make_items(
 
 
 def live_first(live: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """bool [N] -> the indices of the true ones in order, then of the others, and their number."""
+    """bool [N] -> the indices of the true entries in order, then of the false ones; and the number
+    of true ones."""
     return jnp.argsort(~live, stable=True).astype(jnp.int32), live.sum(dtype=jnp.int32)
 
 
@@ -179,8 +181,8 @@ class Work(NamedTuple):
 
     Attributes:
         items: int32 [7, N].
-        tables: int32 [R, 1, 2 * W], so that tiles pad next to nothing.
-        number: int32 [], how many of the items count.
+        tables: int32 [R, 1, 2 * W], a shape with little padding by tiles.
+        number: int32 [], how many of the items are used.
     """
 
     items: jax.Array
@@ -188,8 +190,8 @@ class Work(NamedTuple):
     number: jax.Array
 
     def scalars(self, layer: jax.Array | int) -> tuple[jax.Array, jax.Array]:
-        """The scalar-prefetch operands (items, layer). ValueError if the items and two rows of the
-        tables are more than scalar memory has."""
+        """The scalar-prefetch operands (items, layer). Raises ValueError if the items and two rows
+        of the tables exceed scalar memory."""
         rows, _, width = self.tables.shape
         size = 4 * (self.items.size + 2 * width)
         if size > SMEM_LIMIT:
@@ -217,7 +219,7 @@ def decode_items(
         sliding_window: Positions that a token sees; None for all.
 
     Returns:
-        (int32 [7, R], int32 [] how many of them count).
+        (int32 [7, R], int32 [] number of items).
     """
     rows, number = live_first(live)
     first = batch.context_lens[rows] - 1
@@ -226,7 +228,7 @@ def decode_items(
 
 
 def bounds(items: Any, i: jax.Array, sliding_window: int | None) -> tuple[jax.Array, jax.Array]:
-    """Positions [low, high) that item i's queries see between them."""
+    """Positions [low, high) that any of item i's queries sees."""
     high = items[FIRST, i] + items[COUNT, i]
     if sliding_window is None:
         return jnp.zeros_like(high), high

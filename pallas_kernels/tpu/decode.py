@@ -1,8 +1,8 @@
-"""Paged decode attention on TPU: one token a row over its cached context (Mosaic).
+"""Paged decode attention on TPU: one token per row over its cached context (Mosaic).
 
-A row's context streams through VMEM in chunks of whole blocks, all heads of a program at once:
-memory-bound, so the MXU's rows being mostly idle costs nothing. On two-core chips the heads are
-split, which balances whatever the number and lengths of the rows.
+A row's context streams through VMEM in chunks of whole blocks, all heads of a program at once: the
+kernel is memory-bound, so it does not matter that the MXU's rows are mostly idle. On two-core chips
+the heads are split, which balances for any number and lengths of rows.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ def _kernel(  # refs are of the pool's dtype where none is named
     low, _ = common.bounds(items, i, window)
     softmax.reset(state)
 
-    # Chunk j is in this half of the buffers, while the next one is on its way to the other.
+    # Chunk j is in this half of the buffers, while the next one is copied to the other.
     def use(j: jax.Array, half: jax.Array) -> None:
-        # The ends of the context may hold stale values, NaN too, which a weight of 0 does not
-        # take away.
+        # The ends of the context may hold stale values, even NaN, and 0 * NaN is NaN.
         clean_ends(chunk, items, i, j, v, half, window)
         # Positions of the chunk's slots, [1, tokens], and which of them the token sees.
         at = chunk.positions(j, items[common.SIDE, i], 1)
@@ -131,7 +130,7 @@ def decode(
         layer: Index into the whole pool; may be traced.
         width: W, entries of a table row.
         decodes: From `plan`.
-        options: Of the kernel.
+        options: The kernel's options.
         sinks: float32 [H], see `attention.paged_attention`; None for none.
 
     Returns:

@@ -1,10 +1,8 @@
-"""Putting vectors into slots of the pool on TPU, in place (Mosaic), by granules.
-
-The pool's layout is tiled by 8 slots (of 8 bits by 32), so that one slot of a 16-bit pool cannot be
-written alone: a granule of so many slots of a block is read, changed and written back. Work items
-are distinct granules, with all the vectors that go there whosever they are, so that two rows that
-fill one block from both ends are one item, and no transfer can undo another's. A chip's cores share
-the items.
+"""Puts vectors into slots of the pool on TPU, in place (Mosaic), by granules. The pool's layout is
+tiled by 8 slots (with 8 bits by 32), so that one slot of a 16-bit pool cannot be written alone: a
+granule, a tile of slots of a block, is read, changed and written back. Work items are distinct
+granules, with all vectors that go there, of any row. So two rows that fill one block from both ends
+share an item, and no transfer can undo another's. A chip's cores share the items.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from jaxserve.pallas_kernels.tpu import common, tuning
 from jaxserve.pallas_kernels.tpu.common import SMEM_LIMIT
 
 NOBODY = -1  # nothing goes to this slot
-PLANES = 3  # a source is an index into one of so many arrays, index * PLANES + array
+PLANES = 3  # a source is index * PLANES + array, for one of PLANES arrays
 
 
 class Puts(NamedTuple):
@@ -30,9 +28,9 @@ class Puts(NamedTuple):
 
     Attributes:
         target: int32 [N], distinct granules: block * granules of a block + granule.
-        source: int32 [N, granule], what goes to each of their slots, or NOBODY.
-        span: int32 [2, N], the first slot that something goes to, and the end of them.
-        number: int32 [], how many of the N count.
+        source: int32 [N, granule], the source for each of their slots, or NOBODY.
+        span: int32 [2, N], the first slot that is written, and the end of them.
+        number: int32 [], how many of the N are used.
     """
 
     target: jax.Array
@@ -42,12 +40,12 @@ class Puts(NamedTuple):
 
 
 def granules(target: jax.Array, slot: jax.Array, source: jax.Array, size: int) -> Puts:
-    """Gathers all that goes into the same granule.
+    """Groups sources by granule.
 
     Args:
         target: int32 [N], the granule of each of N candidates; negative for none.
-        slot: int32 [N, any], slots of its granule that a candidate brings something to.
-        source: int32 [N, any], what it brings there; NOBODY for nothing.
+        slot: int32 [N, any], slots of its granule that a candidate writes.
+        source: int32 [N, any], the sources for them; NOBODY for none.
         size: Slots of a granule.
     """
     same = target[:, None] == target[None, :]
@@ -71,7 +69,7 @@ def merge(rows: list[jax.Array], wanted: jax.Array, old: jax.Array) -> jax.Array
 
 
 def slots_wanted(source: Any, i: jax.Array, size: int) -> jax.Array:
-    """bool [size, 1]: the slots of item i that something goes to; source: SMEM int32 [N * size]."""
+    """bool [size, 1]: the slots of item i that are written; source: SMEM int32 [N * size]."""
     slot = lax.broadcasted_iota(jnp.int32, (size, 1), 0)
     wanted = jnp.zeros((size, 1), jnp.int32)
     for s in range(size):
@@ -118,7 +116,7 @@ def _put_kernel(
     def _() -> None:
         fetch(i + 1, 1 - half)
 
-    # In a step too many the last item's granule stays as it is; see `put` for a core without items.
+    # In a surplus step, the last item's granule stays as it is; see `put` for a core without items.
     @pl.when(cores > 1 and jnp.logical_not(has(first)))
     def _() -> None:
         new[...] = old[...]
@@ -186,8 +184,8 @@ def _put(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Each core takes as many items, one after another, but for the last. Of a single item the
-    second core, which has none, reads and writes back another granule."""
+    """Each core except the last takes equally many items, one after another. With a single item,
+    the second core has none, and reads and writes back another granule."""
     heads, block_size, head_dim = pool.shape[2:]
     size = puts.source.shape[1]
     layers, parts = values[0].shape[1], block_size // size

@@ -1,7 +1,7 @@
 """Products with weights in groups, see `quantized_matmul`, on TPU.
 
-The grid walks tiles of the result and, innermost, the inputs; each step widens a tile of the
-weights in VMEM, where the matrix unit takes it from.
+The grid walks tiles of the result and, innermost, the inputs. Each step widens a tile of the
+weights in VMEM, from where the matrix unit reads it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def choose(
     dtype: DTypeLike = jnp.float32,
     interpret: bool = False,
 ) -> Callable[..., jax.Array] | None:
-    """The kernel for weights of these shapes; None if there is none. 8 bits with one scale an
-    output are XLA's. See `quantized_matmul`."""
+    """The kernel for weights of these shapes; None if there is none. XLA handles 8 bits with one
+    scale per output. See `quantized_matmul`."""
     if transposed or (q.shape[0] == x.shape[1] and scale.shape[0] == 1 and zero is None):
         return None
     inputs, group = x.shape[1], x.shape[1] // scale.shape[0]
@@ -65,7 +65,7 @@ def _matmul(
 ) -> jax.Array:
     count, inputs = x.shape
     outputs, halves = q.shape[1], inputs // q.shape[0]
-    # The inputs of the low halves, then those of the high ones.
+    # The inputs of the low halves, then the inputs of the high halves.
     x = jnp.moveaxis(x.reshape(count, q.shape[0], halves), 2, 0)
     rows = min(_ROWS, -(-count // 16) * 16)
     padded = -(-count // rows) * rows
@@ -77,7 +77,7 @@ def _matmul(
     columns = next((one for one in fitting if one * depth <= _MOST_NUMBERS), fitting[-1])
     steps = inputs // depth
     by_group = pl.BlockSpec((depth // group, columns), lambda i, j, k: (k, j))
-    if scale.dtype == jnp.float16:  # which kernels cannot load
+    if scale.dtype == jnp.float16:  # kernels cannot load float16
         scale = lax.bitcast_convert_type(scale, jnp.int16)
     operands = [x, q, scale] if zero is None else [x, q, scale, zero]
     specs = [

@@ -1,6 +1,6 @@
 """Slots between blocks, and to and from a staging buffer, on TPU (Mosaic): see `move`.
 
-Everything goes by granules, as `granules` says why, some layers at a time.
+Everything goes by granules, for the reason in `granules`, some layers at a time.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def by_target(
     block_size: int,
     size: int,
 ) -> Puts:
-    """Groups what goes to slots by granules.
+    """Groups writes to slots by granules.
 
     Args:
-        block, slot: int32 [M], where to.
-        source: int32 [M], what goes there, see `Puts`.
-        count: int32 [], how many of them count.
+        block, slot: int32 [M], the targets.
+        source: int32 [M], the sources, see `Puts`.
+        count: int32 [], how many of them are used.
         block_size: Slots of a block.
         size: Slots of a granule.
     """
@@ -83,7 +83,7 @@ def _out_kernel(
     def _() -> None:
         @pl.loop(0, out.shape[1])
         def _(n: jax.Array) -> None:
-            # A slot is a row inside layout tiles; turned round it can be indexed.
+            # A slot is a row inside layout tiles; transposed, it can be indexed.
             turned[...] = jnp.swapaxes(old[n, 0].astype(jnp.float32), 0, 1)
             out[0, n] = turned[slots[2 * m + 1] % size].astype(out.dtype)
 
@@ -225,7 +225,7 @@ def _exchange(i: jax.Array, source: Any, lead: Any, held: Any, found: Any) -> No
 
 
 def _layers_a_copy(pool: jax.Array, deep: int) -> int:
-    """Of `deep` layers that are moved at once, how many one copy may take."""
+    """How many of `deep` layers moved at once one copy may take."""
     _, blocks, heads, block_size, head_dim = pool.shape
     layer = blocks * heads * block_size * padded(head_dim) * pool.dtype.itemsize
     return deep if layer <= LONGEST_STRIDE else 1

@@ -72,10 +72,9 @@ def _kernel(  # refs are of the pool's dtype where none is named
     outputs = Outputs(items, done, out, sent, pending, chunk.heads)
     softmax.reset(state)
 
-    # Chunk j is in this half of the buffers, while the next one is on its way to the other.
+    # Chunk j is in this half of the buffers, while the next one is copied to the other.
     def use(j: jax.Array, half: jax.Array) -> None:
-        # The ends of the context may hold stale values, NaN too, which a weight of 0 does not
-        # take away.
+        # The ends of the context may hold stale values, even NaN, and 0 * NaN is NaN.
         clean_ends(chunk, items, i, j, v, half, window)
         # Positions of the chunk's slots, and which of them each query sees: [1, group * tile,
         # tokens].
@@ -95,7 +94,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
             softmax.update(state, one, queries, keys, values, seen, options, scales)
 
     stream.walk(i, use)
-    # Waits until the item before has left `done`, then sends this one.
+    # Waits until the previous item was sent from `done`, then sends this one.
     outputs.put(h, i, softmax.finished(state, sinks=sinks))
 
 
@@ -143,7 +142,7 @@ def prefill(
     options: common.Options,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of the tokens that tiles are made of.
+    """Attention of the tokens in tiles.
 
     Args:
         q: [T, H, D].
@@ -151,7 +150,7 @@ def prefill(
         layer: Index into the whole pool; may be traced.
         width: W, entries of a table row.
         tiles: From `plan`.
-        options: Of the kernel.
+        options: The kernel's options.
         sinks: float32 [H], see `attention.paged_attention`; None for none.
 
     Returns:

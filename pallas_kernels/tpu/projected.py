@@ -1,9 +1,9 @@
-"""Attention over cached hidden vectors that are projected on the way, on TPU (Mosaic).
+"""Attention over cached hidden vectors that are projected on the fly, on TPU (Mosaic).
 
 For rotary models (Apt-Serve section 4.2): a chunk of x becomes K and V of a few heads in VMEM, with
-bias, norm and rotation, is attended over in the manner of flash attention and forgotten; nothing is
-written back. A program holds the columns of Wk and Wv of its heads; x is read again by each group
-of heads, which is little beside the arithmetic (E multiply-adds for each element of K and V).
+bias, norm and rotation, is attended over as in flash attention and dropped; nothing is written
+back. A program holds the columns of Wk and Wv of its heads; each group of heads reads x again,
+which costs little beside the arithmetic (E multiply-adds for each element of K and V).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxserve.pallas_kernels.tpu.stream import (
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The static part of making K and V.
+    """The static part of computing K and V.
 
     Attributes:
         heads: Heads of a program.

@@ -1,8 +1,8 @@
 """The scales of an int8 pool on TPU (Mosaic): into their slots, and out of them.
 
-A block's scales, [kv_heads, block_size], are a tile or few, in which a slot is a lane: so blocks
-are read, changed and written back whole. XLA would put the slots of the whole array first, and
-back, around every write.
+A block's scales, [kv_heads, block_size], are one or a few tiles, in which a slot is a lane. So
+whole blocks are read, changed and written back. XLA would transpose the whole array to put slots
+first, and back, around every write.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from jaxserve.pallas_kernels.tpu.granules import NOBODY, PLANES, Puts
 from jaxserve.pallas_kernels.tpu.move import by_target
 from jaxserve.pallas_kernels.tpu.write import WritePlan
 
-MOST_LAYERS = 64  # of a block that are changed at once
-MOST_BYTES = 32 << 20  # of blocks that are beside the array at once, in all their layers
+MOST_LAYERS = 64  # most layers of a block that are changed at once
+MOST_BYTES = 32 << 20  # most bytes of copied blocks at once, in all their layers
 
 
 def _put_kernel(
@@ -38,7 +38,7 @@ def _put_kernel(
 
 
 def _together(scales: jax.Array, layers: int) -> int:
-    """Blocks that are beside the array at once, a power of two."""
+    """Number of blocks that are copied out at once, a power of two."""
     heads, size = scales.shape[2:]
     block = layers * -(-heads // 8) * 8 * common.padded(size) * scales.dtype.itemsize
     return 1 << max(1, MOST_BYTES // block).bit_length() - 1

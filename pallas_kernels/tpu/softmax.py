@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.tpu.common import LANES, Options
 
-# Finite, so that the peak of a query that has seen nothing gives weights of 0, not NaN.
+# Finite, so that a query that has seen nothing gets weights of 0, not NaN.
 NOTHING_SEEN = -1e30
 
 
@@ -36,8 +36,8 @@ def sinks_of(
 
     Args:
         sinks: float32 [num_heads], or None.
-        kv_heads: of the pool.
-        heads: of a program, of those.
+        kv_heads: KV heads of the pool.
+        heads: KV heads of a program.
         each: queries of a program for each of its query heads.
     """
     if sinks is None:
@@ -124,7 +124,7 @@ def update(
 
 
 def scaled(products: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """What is known of vectors without their scales, with them; None for 1."""
+    """Multiplies products of vectors by their scales; None for 1."""
     return products if scales is None else products * scales
 
 

@@ -1,4 +1,4 @@
-"""A row's context through VMEM: double-buffered DMA over its block table (Mosaic).
+"""Streams a row's context through VMEM: double-buffered DMA over its block table (Mosaic).
 
 Tables stay in HBM, whatever their size; the rows of two items, the one at work and the next, are in
 scalar memory."""
@@ -89,8 +89,8 @@ def signals(chunk: Chunk) -> Signals:
 class Stream:
     """Brings the chunks that items see into VMEM, one ahead of the one in use.
 
-    At an item's last chunk that is the next item's first, so that only a program's very first one
-    is waited for idly.
+    At an item's last chunk, that is the next item's first chunk, so that a program only waits idly
+    for its very first chunk.
 
     Attributes:
         chunk: Shape of a chunk.
@@ -138,8 +138,8 @@ class Stream:
 
         @pl.loop(begin, end)
         def _(j: jax.Array) -> None:
-            # In flight: chunk j, to `half`. What comes next is this item's chunk j + 1, or, behind
-            # its last one, the next item's first.
+            # In flight: chunk j, to `half`. Next comes this item's chunk j + 1, or, after its last
+            # one, the next item's first.
             half = turn[0]
             last = j + 1 == end
             following = jnp.minimum(i + 1, self.end - 1)
@@ -154,7 +154,7 @@ class Stream:
             def _() -> None:
                 self._start(next_item, next_chunk, 1 - half)
 
-            # Chunk j is there; the next one fills the other half meanwhile.
+            # Chunk j has arrived; the next one fills the other half meanwhile.
             self._wait(i, j, half)
             use(j, half)
             turn[0] = 1 - half
@@ -166,7 +166,7 @@ class Stream:
         return pltpu.make_async_copy(source, rows.at[i & 1], brought)
 
     def _start(self, i: jax.Array, j: jax.Array, half: jax.Array | int) -> None:
-        """Begin to bring chunk j of item i: each block of it that the item sees something in."""
+        """Starts the copies of chunk j of item i: of each block that the item sees a part of."""
         chunk, layer, rows = self.chunk, self.prefetched[1], self.signals.rows
         heads, start = pl.ds(self.head, chunk.heads), j * chunk.blocks
         for copy in self.beside(i, j, half):
@@ -193,7 +193,7 @@ class Stream:
                     copy.wait()
 
     def _blocks(self, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[first, end) of chunk j's blocks that item i sees something in."""
+        """[first, end) of chunk j's blocks that item i sees a part of."""
         size, start = self.chunk.block_size, j * self.chunk.blocks
         low, high = bounds(self.prefetched[0], i, self.sliding_window)
         first = jnp.maximum(low // size - start, 0)
@@ -231,7 +231,7 @@ def clean_ends(
     window: int | None,
 ) -> None:
     """Zeroes slots outside of an item's bounds, if a chunk has any: a weight of 0 times NaN is NaN.
-    Where there are scales, those are to be zeroed, see `own_scales`.
+    If there are scales, those have to be zeroed instead, see `own_scales`.
 
     Args:
         chunk: Shape of a chunk.

@@ -1,8 +1,7 @@
-"""Ragged chunks of queries as tiles: head-major, rows aligned, and how to get there and back.
-
-Queries come as [T, H, D], rows anywhere on the token axis. A kernel wants a tile of one row's
-queries head by head, and a layout tile of the TPU holds 16 of them; so rows are laid out one after
-another at multiples of 16 (XLA gathers them, once), and a tile starts at any such multiple.
+"""Ragged chunks of queries as tiles: head-major with aligned rows, and the way back. Queries come
+as [T, H, D], with rows anywhere on the token axis. A kernel needs a tile of one row's queries head
+by head, and a layout tile of the TPU holds 16 queries. So rows are laid out one after another at
+multiples of 16 (XLA gathers them once), and a tile starts at any such multiple.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ ALIGNED = 16
 
 
 class Layout(NamedTuple):
-    """Where a batch's queries lie in aligned order. A unit is 16 places.
+    """The places of a batch's queries in aligned order. A unit is 16 places.
 
     Attributes:
         place: int32 [T], each token's place; past the end for tokens without one.
@@ -156,7 +155,7 @@ def seen_by(
 class Outputs:
     """Sends a tile's results from VMEM to their units, 16 queries a transfer.
 
-    Nothing is sent beyond the tile's count: what follows is another row's.
+    Nothing is sent beyond the tile's count: the next places belong to another row.
 
     Attributes:
         items: SMEM int32 [7, N].

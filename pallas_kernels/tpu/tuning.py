@@ -1,8 +1,8 @@
 """Sizes of the Pallas-TPU kernels by chip: how much is in flight, and how much a program works on.
 
-A table, not an algorithm: change a number here after measuring it. What is here follows from the
-chips' VMEM (16, 128, 64, 128 and 64 MiB a core) and from the transfers in flight that their HBM
-wants (bandwidth times latency is well below a megabyte); none of it has been measured on a chip.
+A table, not an algorithm: change a number here after measuring it. The numbers follow from the
+chips' VMEM (16, 128, 64, 128 and 64 MiB per core) and from the bytes in flight that their HBM needs
+(bandwidth times latency is well below a megabyte); none of them has been measured on a chip.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writing a step's K, V or hidden vectors into their slots on TPU: which token goes where."""
+"""Writing a step's K, V or hidden vectors into their slots on TPU: the slot of each token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jaxserve.pallas_kernels.tpu.granules import NOBODY, PLANES, Puts, granules,
 
 
 class WritePlan(NamedTuple):
-    """What is to be put where.
+    """The plan of a write.
 
     Attributes:
-        values: Into the values of a pool, by its granules.
-        scales: Into its scales, by blocks; None if it has none.
+        values: Writes to the values of a pool, by its granules.
+        scales: Writes to its scales, by blocks; None if it has none.
     """
 
     values: Puts
@@ -34,8 +34,8 @@ def _candidates(batch: AttentionBatch, size: int) -> int:
 def plan(
     batch: AttentionBatch, shape: tuple[int, ...], dtype: DTypeLike, *, hidden: bool
 ) -> WritePlan:
-    """See `backends.Backend.plan_write`: what `granules.put_vectors` is to do, with k, v and x as
-    its arrays."""
+    """See `backends.Backend.plan_write`: a plan for `granules.put_vectors`, with k, v and x as its
+    arrays."""
     scales = _puts(batch, shape[3], shape[3], hidden) if jnp.dtype(dtype) == jnp.int8 else None
     return WritePlan(_puts(batch, shape[3], granule_of(dtype), hidden), scales)
 

@@ -2,7 +2,7 @@
 
 Shaped by what XLA's CPU compiler does well: gathers that copy long contiguous runs (whole blocks,
 as the root of a computation of their own, so that no reshape is fused into them), matmuls batched
-over leading dimensions, and few operations a loop step. Loops have traced bounds: padding rows,
+over leading dimensions, and few operations per loop step. Loops have traced bounds: padding rows,
 rows of the other cache kind and the unused part of a table cost nothing.
 """
 
@@ -25,9 +25,9 @@ from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_tok
 from jaxserve.pallas_kernels.xla.softmax import Softmax, Step
 
 DECODE_GROUP = 8  # rows that step through their context together
-DECODE_CONTEXT = 64  # tokens of context a step
-SHARED_CONTEXT = 128  # the same where all heads share one vector: more arithmetic a token
-TILE_QUERIES = 128  # a prefill tile: so many queries, times so many tokens of context
+DECODE_CONTEXT = 64  # tokens of context per step
+SHARED_CONTEXT = 128  # if all heads share one vector: more arithmetic per token
+TILE_QUERIES = 128  # of a prefill tile, times as many tokens of context
 TILE_CONTEXT = 128
 
 
@@ -56,20 +56,19 @@ def decode(
     shared: bool = False,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of one token a row over its cached context.
-
-    Rows are sorted by length and taken in groups. Step j of a group is chunk j of each of its rows'
-    contexts, so a group costs what its longest row does.
+    """Attention of one token per row over its cached context. Rows are sorted by length and
+    processed in groups. Step j of a group is chunk j of each of its rows' contexts, so a group
+    costs as much as its longest row.
 
     Args:
-        queries: [R, kv_heads, M, D], scaled, in the dtype that `read_as` says.
+        queries: [R, kv_heads, M, D], scaled, in the dtype of `read_as`.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
         lens: int32 [R], cached tokens of each row; 0 for none.
         step: Adds a chunk to the running softmax.
         sliding_window: Positions that a token sees; None for all.
-        shared: Whether the cache is of hidden vectors, instead of K and V.
+        shared: Whether the cache has hidden vectors instead of K and V.
         sinks: float32 [kv_heads, M, 1], see `softmax.finish`; None for none.
 
     Returns:
@@ -80,7 +79,7 @@ def decode(
     group = min(DECODE_GROUP, rows)
     chunk = chunk_blocks(SHARED_CONTEXT if shared else DECODE_CONTEXT, block_size, batch)
     if rows == 1 and not shared:
-        chunk = 1  # whole blocks one by one are faster than a chunk of them put together
+        chunk = 1  # whole blocks one by one are faster than joined to a chunk
     width, context = chunk * block_size, batch.table_width * block_size
     found = runs(pool, layer, chunk)
     planes = 1 if shared else 2
@@ -107,7 +106,7 @@ def decode(
             whole = own[:, None, :, None], own.all()
             read = gather_runs(found, wanted, shape, *whole, query.dtype)
             new = step(state, query, read[0], read[-1], seen[:, None, None])
-            # A row that this chunk is nothing to adds 0 times whatever is there: keep what it has.
+            # A row that sees nothing of this chunk would add 0 times stale values: keep its state.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
 
         first = jnp.where(length > 0, start, jnp.iinfo(jnp.int32).max).min() // width
@@ -143,7 +142,7 @@ def attend_row(
         read: Reads the row's context.
         step: Adds a chunk to the running softmax.
         kv_heads: KV heads of one shard.
-        tile: Queries that are taken together.
+        tile: Queries that are processed together.
         sliding_window: Positions that a token sees; None for all.
         sinks: float32 [kv_heads, H // kv_heads, 1], see `softmax.finish`; None for none.
 
@@ -230,7 +229,7 @@ def _read_blocks(
     row: jax.Array,
     dtype: DTypeLike,
 ) -> Read:
-    """A row's context as it lies in K and V blocks."""
+    """Reads a row's context from K and V blocks."""
     kv_heads, block_size, head_dim = pool.shape[2:]
     chunk = chunk_blocks(TILE_CONTEXT, block_size, batch)
     width = chunk * block_size

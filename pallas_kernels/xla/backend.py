@@ -25,7 +25,7 @@ BACKEND = Backend(
     stage_out=write.stage_out,
     stage_in=write.stage_in,
     scales=SCALES,
-    supports=lambda kind, shape: None,  # every shape there can be
+    supports=lambda kind, shape: None,  # any shape
     decode_group=attention.DECODE_GROUP,
     decode_chunk=attention.DECODE_CONTEXT,
 )

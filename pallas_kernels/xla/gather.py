@@ -34,8 +34,8 @@ def chunk_blocks(tokens: int, block_size: int, batch: AttentionBatch) -> int:
 
 
 def in_token_order(chunk: int, block_size: int, direction: jax.Array) -> jax.Array:
-    """The token that each slot of a chunk of blocks holds, counted from the chunk's first, int32
-    [N, chunk * block_size], for directions [N]."""
+    """The token in each slot of a chunk of blocks, counted from the chunk's first token, int32 [N,
+    chunk * block_size], for directions [N]."""
     slot = jnp.arange(chunk * block_size, dtype=jnp.int32)
     mirrored = slot + block_size - 1 - 2 * (slot % block_size)
     return jnp.where(direction[:, None] == RIGHT, mirrored, slot)
@@ -43,7 +43,7 @@ def in_token_order(chunk: int, block_size: int, direction: jax.Array) -> jax.Arr
 
 def runs(pool: Pool, layer: jax.Array | int, chunk: int) -> Runs:
     """How to gather chunks of blocks as [N, kv_heads, chunk * block_size, D]. A single block is one
-    run already; of more, each head's part is one."""
+    run; with several blocks, each head's part of a block is a run."""
     layers, blocks, kv_heads, block_size, head_dim = pool.shape
     parts = 1 if chunk == 1 else kv_heads
     number, vectors = layers * blocks * parts, kv_heads // parts * block_size
@@ -84,13 +84,13 @@ def gather_runs(
         found: From `runs`.
         ids: Indices of the runs, int32, for each array to gather.
         shape: [N, kv_heads, S, D] of each array.
-        own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Others are zeroed
-            in the last array, since a weight of 0 times NaN is NaN.
+        own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Other slots are
+            zeroed in the last array, since a weight of 0 times NaN is NaN.
         all_own: bool [], whether `own` is true throughout: then, as usual, nothing is zeroed.
-        dtype: Of the result.
+        dtype: Dtype of the result.
     """
     values, scales, _ = found
-    # What is NaN makes a vector so: its scale, if it has one.
+    # A NaN is in the vector's scale, if it has one, else in its values.
     telling, cut, mine = (
         (values, shape, own) if scales is None else (scales, shape[:3], own[..., 0])
     )

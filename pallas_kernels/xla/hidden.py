@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.xla import softmax
 from jaxserve.pallas_kernels.xla.attention import TILE_QUERIES, Read, attend_row, decode
 from jaxserve.pallas_kernels.xla.gather import chunk_blocks, gather_runs, in_token_order, runs
 
-PROJECT_CONTEXT = 128  # tokens of context that are projected at once
+PROJECT_CONTEXT = 128  # tokens of context projected at once
 
 _KV = tuple[jax.Array, jax.Array]
 
@@ -31,9 +31,9 @@ def absorbed_attention(
     scoring: Scoring,
     axis_name: str | None = None,
 ) -> jax.Array:
-    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. Hidden vectors lie in the
-    pool as the parts of kv_heads heads: two matmuls batched over parts, the first one's results
-    summed over them."""
+    """See `attention.absorbed_attention`: qx [T, H, E] -> the same. Hidden vectors are stored in
+    the pool as kv_heads parts: two matmuls batched over parts, with the first one's results summed
+    over them."""
     tokens, num_heads, _ = qx.shape
     rows, parts, head_dim = batch.max_rows, pool.shape[2], pool.shape[4]
     wanted = (batch.kind == HIDDEN) & (jnp.arange(rows, dtype=jnp.int32) < batch.num_decodes)
@@ -55,7 +55,7 @@ def absorbed_attention(
         done = done.transpose(0, 2, 1, 3).reshape(rows, *qx.shape[1:]).astype(qx.dtype)
         return out.at[token].set(done, mode="drop")
 
-    # Steps with no hidden decode pay for none.
+    # Steps without hidden decodes skip this.
     return lax.cond(wanted.any(), attend, lambda out: out, jnp.zeros_like(qx))
 
 
@@ -70,10 +70,10 @@ def projected_attention(
     decode_only: bool,
 ) -> jax.Array:
     """See `attention.projected_attention`: q [T, H, D] -> the same. A row's context is projected
-    once, into K and V of this one row, which its queries then attend over: projecting costs far
-    more than either."""
-    # One loop for all rows: the engine reads hidden decodes apart, with `decode_only`, and a second
-    # one would take as long to compile again.
+    once, into K and V of this row alone, over which its queries then attend: projecting is by far
+    the most expensive part."""
+    # One loop for all rows: the engine reads hidden decodes separately, with `decode_only`, and a
+    # second loop would double the compile time.
     tile = 1 if decode_only else min(TILE_QUERIES, len(q))
     heads, padding = q.shape[1], ((0, tile), (0, 0), (0, 0))
     dtype = read_as(pool.dtype, q.dtype)
@@ -104,7 +104,7 @@ def projected_attention(
         state = (jnp.pad(out, padding), rows.scratch())
         return lax.fori_loop(0, batch.num_rows, fill, state)[0][: len(q)]
 
-    # Steps with no hidden row pay for none.
+    # Steps without hidden rows skip this.
     return lax.cond((mine.query_lens > 0).any(), attend, lambda out: out, jnp.zeros_like(q))
 
 
@@ -129,14 +129,14 @@ class _Rows:
         self._runs, self._dtype = runs(pool, layer, self._chunk), dtype
 
     def scratch(self) -> _KV:
-        """Room for one row. What another row has left there is never read."""
+        """Room for one row. Values of an earlier row are never read."""
         chunks = -(-self._batch.table_width // self._chunk)
         room = jnp.zeros((self._heads, chunks * self._width, self._head_dim), self._dtype)
         return room, room
 
     def project(self, row: jax.Array, scratch: _KV) -> _KV:
-        """The scratch filled with all that the row's queries can see; unchanged if the row is not
-        hidden."""
+        """The scratch, filled with everything that the row's queries can see; unchanged if the row
+        is not hidden."""
         batch, width = self._batch, self._width
         context = batch.context_lens[row]
         first = jnp.zeros_like(context)

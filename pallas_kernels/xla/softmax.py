@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# Finite, so that the running maximum of a row that has seen nothing yet gives no NaN.
+# Finite, so that a row that has seen nothing yet gets no NaN.
 NOTHING_SEEN = -1e30
 BATCH_AND_HEAD = ((0, 1), (0, 1))
 
@@ -36,8 +36,8 @@ class Step(Protocol):
     def __call__(
         self, state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array
     ) -> Softmax:
-        """q [N, kv_heads, M, D] (scaled), k, v [N, kv_heads, S, D]; seen, bool, broadcasts to
-        [N, kv_heads, M, S]. v is finite where a row with anything seen does not look."""
+        """q [N, kv_heads, M, D] (scaled), k, v [N, kv_heads, S, D]; seen, bool, broadcasts to [N,
+        kv_heads, M, S]. v is finite also where a row that sees any of it does not look."""
         ...
 
 
@@ -82,7 +82,7 @@ def step(soft_cap: float | None, *, shared: bool = False, axis_name: str | None 
         total = state.total * fade + weights.sum(axis=-1, keepdims=True)
         if shared:
             weights = jnp.broadcast_to(weights, (*v.shape[:2], *weights.shape[2:]))
-        # Weights of 16 bits would lose as much again as the inputs have lost.
+        # 16-bit weights would lose as much precision again as the inputs.
         out = lax.dot_general(weights, v.astype(jnp.float32), (((3,), (2,)), BATCH_AND_HEAD))
         return Softmax(peak, total, state.acc * fade + out)
 

@@ -1,5 +1,5 @@
-"""Writes and moves of slots in plain XLA operations: scatters that update the pool in place, or
-what else a backend puts vectors there with."""
+"""Writes and moves of slots in plain XLA operations: scatters that update the pool in place, or a
+backend's own function for that."""
 
 from __future__ import annotations
 

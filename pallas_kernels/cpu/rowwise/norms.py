@@ -45,7 +45,7 @@ def norm(
 
 @numba_ffi.compiled_once
 def target(kind: str, *, centred: bool, biased: bool) -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: x [T, D]; scale [D];
+    """The name of the kernel, which is compiled at the first call. Operands: x [T, D]; scale [D];
     float32 [2]: eps, offset; bias [D] if biased. Result: [T, D], float32.
 
     Args:
@@ -101,7 +101,8 @@ def log_sum_exp(x: jax.Array) -> jax.Array:
 
 @numba_ffi.compiled_once
 def log_sum_exp_target() -> str:
-    """The name of the kernel, compiled if it is the first time. Operand: x [R, V]; result: [R]."""
+    """The name of the kernel, which is compiled at the first call. Operand: x [R, V]; result:
+    [R]."""
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:

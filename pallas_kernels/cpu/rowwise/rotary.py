@@ -34,7 +34,7 @@ def angles(
 
 @numba_ffi.compiled_once
 def angles_target() -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: positions [T], int32;
+    """The name of the kernel, which is compiled at the first call. Operands: positions [T], int32;
     frequencies [n]; amplitude [1]. Results: cos and sin, [T, n]."""
 
     @njit(**numba_ffi.OPTIONS)
@@ -67,8 +67,8 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 @numba_ffi.compiled_once
 def rotate_target() -> str:
-    """The name of the kernel, compiled if it is the first time. Operands: x [T, H, D]; cos and sin
-    [T, n]. Result: [T, H, D]."""
+    """The name of the kernel, which is compiled at the first call. Operands: x [T, H, D]; cos and
+    sin [T, n]. Result: [T, H, D]."""
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:
