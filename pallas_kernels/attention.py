@@ -71,8 +71,8 @@ def write(
     """
     checks.check_step(pool, layer, batch)
     want = (batch.max_tokens, pool.shape[2], pool.shape[4])
-    given = {"k": k, "v": v} if x is None else {"k": k, "v": v, "x": x}
-    for name, value in given.items():
+    vectors = {"k": k, "v": v} if x is None else {"k": k, "v": v, "x": x}
+    for name, value in vectors.items():
         checks.check_tokens(name, value, want, "tokens, kv_heads, head_dim")
     if plan is None:
         plan = plan_write(pool, batch, hidden=x is not None, backend=backend)
@@ -94,11 +94,13 @@ def _write(
     plan: Any,
 ) -> Pool:
     """One shard's `write`."""
-    given = (k, v, x)
+    vectors = (k, v, x)
     if not isinstance(pool, ScaledPool):
-        fitting = (None if one is None else saturating_cast(one, pool.dtype) for one in given)
+        fitting = (
+            None if array is None else saturating_cast(array, pool.dtype) for array in vectors
+        )
         return _planned(by.write, pool, layer, *fitting, batch, plan)
-    rounded = [(None, None) if one is None else quantize_vectors(one) for one in given]
+    rounded = [(None, None) if array is None else quantize_vectors(array) for array in vectors]
     values, scales = zip(*rounded, strict=True)
     return ScaledPool(
         _planned(by.write, pool.values, layer, *values, batch, plan),

@@ -241,8 +241,8 @@ def resolve_backend(name: str) -> str:
 def deterministic_backend(name: str) -> str | None:
     """The name of the variant of a backend whose attention has a fixed order of sums, and is
     slower; None if there is none. The functions here take the name, the configuration does not."""
-    found = f"{name}-deterministic"
-    return found if found in _DETERMINISTIC else None
+    variant = f"{name}-deterministic"
+    return variant if variant in _DETERMINISTIC else None
 
 
 def _by_platform() -> str:
@@ -260,13 +260,13 @@ def _misplaced(name: str) -> str | None:
         return None
     oldest, newest = CAPABILITIES[name]
     try:
-        found = float(device.compute_capability)
+        capability = float(device.compute_capability)
     except ValueError:  # AMD's are named
         return f"{name} needs a gpu of NVIDIA's, this is a {device.compute_capability}"
-    if oldest <= found <= (newest or found):
+    if oldest <= capability <= (newest or capability):
         return None
     which = f"{oldest} or newer" if newest is None else f"{oldest}"
-    return f"{name} needs a gpu of compute capability {which}, this one has {found}"
+    return f"{name} needs a gpu of compute capability {which}, this one has {capability}"
 
 
 def _unusable() -> str | None:
@@ -283,9 +283,9 @@ def get_backend(name: str) -> Backend:
 @functools.cache
 def _load(name: str) -> Backend:
     module, attribute = (BACKENDS | _DETERMINISTIC)[name]
-    found = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
-    assert isinstance(found, Backend)
-    return found
+    backend = getattr(importlib.import_module(f"{__package__}.{module}"), attribute)
+    assert isinstance(backend, Backend)
+    return backend
 
 
 def platform_backend() -> Backend:

@@ -304,10 +304,10 @@ def read_tokens(
     if used and not (ids.min() >= 0 and ids.max() < blocks):
         raise ValueError(f"table_row: block ids must be in [0, {blocks}), got {ids.tolist()}")
     if isinstance(pool, ScaledPool):
-        found = np.asarray(widen(pool.values[layer, ids], pool.scales[layer, ids], jnp.float32))
+        vectors = np.asarray(widen(pool.values[layer, ids], pool.scales[layer, ids], jnp.float32))
     else:
-        found = np.asarray(pool[layer, ids])
+        vectors = np.asarray(pool[layer, ids])
     if direction == RIGHT:
-        found = found[:, :, ::-1]
-    tokens = found.transpose(0, 2, 1, 3).reshape(used * block_size, kv_heads, head_dim)
+        vectors = vectors[:, :, ::-1]
+    tokens = vectors.transpose(0, 2, 1, 3).reshape(used * block_size, kv_heads, head_dim)
     return tokens[:length]

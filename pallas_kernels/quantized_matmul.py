@@ -51,35 +51,35 @@ def quantized_matmul(
     by_group = PartitionSpec(*(None if single and axis == rows else axis for axis in weight))
     specs = (PartitionSpec(None, rows), weight, by_group, by_group, by_group)
 
-    def local(one: jax.Array | None, spec: PartitionSpec) -> jax.ShapeDtypeStruct | None:
-        if one is None:
+    def local(array: jax.Array | None, spec: PartitionSpec) -> jax.ShapeDtypeStruct | None:
+        if array is None:
             return None
         shape = [
             size if mesh is None or axis is None else size // mesh.shape[axis]
-            for size, axis in zip(one.shape, spec, strict=True)
+            for size, axis in zip(array.shape, spec, strict=True)
         ]
-        return jax.ShapeDtypeStruct(tuple(shape), one.dtype)
+        return jax.ShapeDtypeStruct(tuple(shape), array.dtype)
 
-    given = (x, q, scale, zero, minimum)
+    operands = (x, q, scale, zero, minimum)
     apart = minimum is not None and not backend.adds_minimums
     result = jnp.float32 if apart else dtype
-    kernel = choose(*map(local, given[:-1], specs), transposed=transposed, dtype=result)
+    kernel = choose(*map(local, operands[:-1], specs), transposed=transposed, dtype=result)
     if kernel is None:
         return None
 
-    def part(*given: Any) -> jax.Array:
-        y = kernel(*given) if backend.adds_minimums else kernel(*given[:-1])
+    def part(*operands: Any) -> jax.Array:
+        y = kernel(*operands) if backend.adds_minimums else kernel(*operands[:-1])
         if apart:
-            y += _of_minimum(given[0], given[-1], transposed=transposed)
+            y += _of_minimum(operands[0], operands[-1], transposed=transposed)
         y = y.astype(dtype)
         return y if rows is None else jax.lax.psum(y, rows)
 
     if mesh is None:
-        return part(*given)
+        return part(*operands)
 
     return jax.shard_map(
         part, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(None, columns), check_vma=False
-    )(*given)
+    )(*operands)
 
 
 def _of_minimum(x: jax.Array, minimum: jax.Array, *, transposed: bool) -> jax.Array:

@@ -43,8 +43,8 @@ def as_numbers(pool: Array | ScaledPool) -> np.ndarray:
 
 def _on_host(batch: AttentionBatch) -> AttentionBatch:
     """The batch in NumPy arrays: device arrays are slow to read element by element."""
-    found: AttentionBatch = jax.tree.map(np.asarray, batch)
-    return found
+    host: AttentionBatch = jax.tree.map(np.asarray, batch)
+    return host
 
 
 def _slot(position: int, direction: int, block_size: int) -> int:

@@ -36,10 +36,12 @@ def _products() -> tuple[Any, ...]:
     return (amx_products, dots) if instructions.usable() else (dots,)
 
 
-def _taking(takes: str, *given: Any, transposed: bool) -> Any:
+def _taking(takes: str, *operands: Any, transposed: bool) -> Any:
     """The first module whose function of this name accepts the arguments, or None."""
-    found = (one for one in _products() if getattr(one, takes)(*given, transposed=transposed))
-    return next(found, None)
+    kernels = (
+        module for module in _products() if getattr(module, takes)(*operands, transposed=transposed)
+    )
+    return next(kernels, None)
 
 
 def _skinny_matmul(
@@ -47,7 +49,11 @@ def _skinny_matmul(
 ) -> Callable[..., jax.Array] | None:
     kernels = (*_products(), panels)
     return next(
-        (one.skinny_matmul for one in kernels if one.takes(rows, weights, transposed=transposed)),
+        (
+            module.skinny_matmul
+            for module in kernels
+            if module.takes(rows, weights, transposed=transposed)
+        ),
         None,
     )
 
@@ -55,13 +61,13 @@ def _skinny_matmul(
 def _quantized_matmul(
     x: jax.ShapeDtypeStruct, q: Any, scale: Any, zero: Any, *, transposed: bool, dtype: Any
 ) -> Callable[..., jax.Array] | None:
-    found = _taking("takes_few_bits", x, q, scale, transposed=transposed)
-    return found and found.few_bits_matmul
+    kernels = _taking("takes_few_bits", x, q, scale, transposed=transposed)
+    return kernels and kernels.few_bits_matmul
 
 
 def _grouped_matmul(weights: Any, *, transposed: bool) -> Callable[..., jax.Array] | None:
-    found = _taking("takes_groups", weights, transposed=transposed)
-    return found and found.grouped_matmul
+    kernels = _taking("takes_groups", weights, transposed=transposed)
+    return kernels and kernels.grouped_matmul
 
 
 def _quantized_grouped_matmul(
@@ -71,8 +77,8 @@ def _quantized_grouped_matmul(
         jax.ShapeDtypeStruct(shape, given.dtype)
         for shape, given in (((1, x.shape[1]), x), (q.shape[1:], q), (scale.shape[1:], scale))
     )
-    found = _taking("takes_few_bits", one, own, of_own, transposed=transposed)
-    return found and found.few_bits_grouped_matmul
+    kernels = _taking("takes_few_bits", one, own, of_own, transposed=transposed)
+    return kernels and kernels.few_bits_grouped_matmul
 
 
 def _add_low_rank(a: Any) -> Callable[..., jax.Array] | None:
@@ -105,7 +111,7 @@ def _add_weighted(y: jax.Array) -> Callable[..., jax.Array] | None:
 
 
 def _built_for() -> str:
-    products = " ".join(one.__name__ for one in _products())
+    products = " ".join(module.__name__ for module in _products())
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()} {products}"
 
 

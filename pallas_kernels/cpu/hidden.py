@@ -36,7 +36,7 @@ def projected_attention(
     chunk = chunk_blocks(CONTEXT, block_size, batch)
     width, chunks = chunk * block_size, -(-batch.table_width // chunk)
     blocks = chunks * chunk
-    found = runs(pool, layer, chunk)
+    block_runs = runs(pool, layer, chunk)
     tables = jnp.pad(batch.tables[:, 0], ((0, 0), (0, blocks - batch.table_width)))
     places = jnp.arange(2 * blocks, dtype=jnp.int32).reshape(1, 2, blocks)
 
@@ -51,7 +51,12 @@ def projected_attention(
             ids = lax.dynamic_slice_in_dim(tables[row], j * chunk, chunk)
             shape, all_of_it = (1, parts, width, head_dim), jnp.ones((width, 1), bool)
             (x,) = gather_runs(
-                found, [found.of(ids[None])], shape, all_of_it, jnp.bool_(True), jnp.float32
+                block_runs,
+                [block_runs.of(ids[None])],
+                shape,
+                all_of_it,
+                jnp.bool_(True),
+                jnp.float32,
             )
             x = x[0].transpose(1, 0, 2).reshape(width, parts * head_dim)
             for plane, vectors in enumerate(project(x, j * width + slots, projection, heads)):
@@ -90,8 +95,8 @@ _OF_ROWS = ("context_lens", "query_start", "query_lens", "direction")
 def _put(room: Pool, vectors: jax.Array, at: jax.Array) -> Pool:
     """The room with vectors [blocks, heads, block_size, D] from this block on."""
 
-    def put(one: jax.Array, new: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(one, new[None], at, axis=1)
+    def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(array, new[None], at, axis=1)
 
     if not isinstance(room, ScaledPool):
         return put(room, saturating_cast(vectors, room.dtype))

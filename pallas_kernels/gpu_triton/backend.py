@@ -44,8 +44,8 @@ def plan_uncut(
     decode_only: bool,
 ) -> Work:
     """See `backends.Backend.plan`, for `attend_uncut`."""
-    given = batch, Geometry.of(shape), jnp.dtype(dtype).itemsize, num_heads, triton_prefill.UNCUT
-    return triton_prefill.plan(*given, sliding_window=sliding_window)
+    args = batch, Geometry.of(shape), jnp.dtype(dtype).itemsize, num_heads, triton_prefill.UNCUT
+    return triton_prefill.plan(*args, sliding_window=sliding_window)
 
 
 def plan(
@@ -66,8 +66,8 @@ def plan(
     decode = triton_decode.plan(batch, geometry, itemsize, **masks)
     if decode_only:
         return PagedPlan(decode, ())
-    given = (batch, geometry, itemsize, num_heads)
-    chunks = functools.partial(triton_prefill.plan, *given, sliding_window=sliding_window)
+    arguments = (batch, geometry, itemsize, num_heads)
+    chunks = functools.partial(triton_prefill.plan, *arguments, sliding_window=sliding_window)
     return PagedPlan(decode, tuple(map(chunks, triton_prefill.kinds(batch))))
 
 
@@ -95,11 +95,11 @@ def attend(
     **options: Any,
 ) -> jax.Array:
     """See `backends.Backend.attend`: decodes and chunks, each by a kernel of its own."""
-    given = (q, pool, layer, batch)
-    out = triton_decode.paged_decode(*given, plan.decode, decode_only=decode_only, **options)
+    arguments = (q, pool, layer, batch)
+    out = triton_decode.paged_decode(*arguments, plan.decode, decode_only=decode_only, **options)
     if not decode_only:
         for kind, work in zip(triton_prefill.kinds(batch), plan.chunks, strict=True):
-            out = triton_prefill.paged_prefill(out, *given, work, kind, **options)
+            out = triton_prefill.paged_prefill(out, *arguments, work, kind, **options)
     return out
 
 

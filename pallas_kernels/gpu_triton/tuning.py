@@ -178,15 +178,15 @@ def launch(kernel: str, itemsize: int, head_dim: int) -> Launch:
         for key in table
         if key[0] <= gpu.capability and key[1] in sizes and key[2] in (0, head_dim)
     ]
-    found = table[max(fits, key=lambda key: (key[1] == itemsize, key[1] != 0, key[2] != 0, key[0]))]
+    entry = table[max(fits, key=lambda key: (key[1] == itemsize, key[1] != 0, key[2] != 0, key[0]))]
     if gpu.capability not in SMALL_SHARED_MEMORY:
-        return found
+        return entry
     return dataclasses.replace(
-        found,
-        tile=max(16, found.tile // 2),
-        queries=max(16, found.queries // 2),
-        stages=min(found.stages, 2),
-        chunk=max(16, found.chunk // 2),
+        entry,
+        tile=max(16, entry.tile // 2),
+        queries=max(16, entry.queries // 2),
+        stages=min(entry.stages, 2),
+        chunk=max(16, entry.chunk // 2),
     )
 
 

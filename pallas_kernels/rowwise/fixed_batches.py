@@ -32,12 +32,12 @@ def in_fixed_batches(function: Callable[..., Any], *rows: jax.Array, size: int =
     count = len(rows[0])
     batches = -(-count // size)
 
-    def padded(one: jax.Array) -> jax.Array:
-        one = jnp.pad(one, [(0, batches * size - count)] + [(0, 0)] * (one.ndim - 1))
-        return one.reshape(batches, size, *one.shape[1:])
+    def padded(array: jax.Array) -> jax.Array:
+        array = jnp.pad(array, [(0, batches * size - count)] + [(0, 0)] * (array.ndim - 1))
+        return array.reshape(batches, size, *array.shape[1:])
 
-    def whole(one: jax.Array) -> jax.Array:
-        return one.reshape(batches * size, *one.shape[2:])[:count]
+    def whole(array: jax.Array) -> jax.Array:
+        return array.reshape(batches * size, *array.shape[2:])[:count]
 
-    found = jax.lax.map(lambda given: function(*given), tuple(map(padded, rows)))
-    return jax.tree.map(whole, found)
+    results = jax.lax.map(lambda batch: function(*batch), tuple(map(padded, rows)))
+    return jax.tree.map(whole, results)

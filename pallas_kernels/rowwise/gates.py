@@ -50,8 +50,8 @@ def _gated(gate: jax.Array, up: jax.Array, activation: str, clamped: Bounds | No
 
 @gated.defjvp
 def _derived(
-    activation: str, clamped: Bounds | None, given: Any, changes: Any
+    activation: str, clamped: Bounds | None, primals: Any, changes: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The derivative, for training: kernels have none of their own."""
     plain = functools.partial(_gated, activation=activation, clamped=clamped)
-    return gated(*given, activation, clamped), jax.jvp(plain, given, changes)[1]
+    return gated(*primals, activation, clamped), jax.jvp(plain, primals, changes)[1]

@@ -86,17 +86,17 @@ def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, offset: float, axes: i
 
 
 @layer_norm.defjvp
-def _of_layer_norm(eps: float, given: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
-    _, change = jax.jvp(functools.partial(_layer_norm, eps=eps), given, changes)
-    return layer_norm(*given, eps), change
+def _of_layer_norm(eps: float, primals: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
+    _, change = jax.jvp(functools.partial(_layer_norm, eps=eps), primals, changes)
+    return layer_norm(*primals, eps), change
 
 
 @rms_norm.defjvp
 def _of_rms_norm(
-    eps: float, offset: float, axes: int, given: Any, changes: Any
+    eps: float, offset: float, axes: int, primals: Any, changes: Any
 ) -> tuple[jax.Array, jax.Array]:
     plain = functools.partial(_rms_norm, eps=eps, offset=offset, axes=axes)
-    return rms_norm(*given, eps, offset, axes), jax.jvp(plain, given, changes)[1]
+    return rms_norm(*primals, eps, offset, axes), jax.jvp(plain, primals, changes)[1]
 
 
 def log_sum_exp(x: jax.Array) -> jax.Array:

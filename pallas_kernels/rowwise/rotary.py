@@ -81,6 +81,6 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 @rotate.defjvp
-def _derived(given: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
+def _derived(primals: Any, changes: Any) -> tuple[jax.Array, jax.Array]:
     """The derivative, for training: kernels have none of their own."""
-    return rotate(*given), jax.jvp(_rotate, given, changes)[1]
+    return rotate(*primals), jax.jvp(_rotate, primals, changes)[1]

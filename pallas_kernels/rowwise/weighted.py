@@ -28,8 +28,8 @@ def add_weighted(
     kernel = choose and choose(y)
     if kernel is None:
         many = y[:, None] if places is None else y[places]
-        found = (many * weights[..., None].astype(y.dtype)).sum(axis=1)
-        return found if base is None else base + found
+        sums = (many * weights[..., None].astype(y.dtype)).sum(axis=1)
+        return sums if base is None else base + sums
     if places is None:
         places = jnp.arange(len(y), dtype=jnp.int32)[:, None]
     if base is None:

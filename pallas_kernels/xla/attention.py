@@ -81,7 +81,7 @@ def decode(
     if rows == 1 and not shared:
         chunk = 1  # whole blocks one by one are faster than joined to a chunk
     width, context = chunk * block_size, batch.table_width * block_size
-    found = runs(pool, layer, chunk)
+    block_runs = runs(pool, layer, chunk)
     planes = 1 if shared else 2
     padded = jnp.pad(batch.tables[:, :planes], ((0, 0), (0, 0), (0, -batch.table_width % chunk)))
     order = jnp.pad(jnp.argsort(-lens), (0, -rows % group), constant_values=rows)
@@ -102,9 +102,9 @@ def decode(
             seen = (position < length[:, None]) & (position >= start[:, None])
             reads = (length > j * width) & (start < (j + 1) * width)
             own = seen | ~reads[:, None]
-            wanted = [found.of(ids[:, plane]) for plane in range(planes)]
+            wanted = [block_runs.of(ids[:, plane]) for plane in range(planes)]
             whole = own[:, None, :, None], own.all()
-            read = gather_runs(found, wanted, shape, *whole, query.dtype)
+            read = gather_runs(block_runs, wanted, shape, *whole, query.dtype)
             new = step(state, query, read[0], read[-1], seen[:, None, None])
             # A row that sees nothing of this chunk would add 0 times stale values: keep its state.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
@@ -233,7 +233,7 @@ def _read_blocks(
     kv_heads, block_size, head_dim = pool.shape[2:]
     chunk = chunk_blocks(TILE_CONTEXT, block_size, batch)
     width = chunk * block_size
-    found = runs(pool, layer, chunk)
+    block_runs = runs(pool, layer, chunk)
     table = jnp.pad(batch.tables[row], ((0, 0), (0, -batch.table_width % chunk)))
     slot = in_token_order(chunk, block_size, batch.direction[row][None])[0]
     context = batch.context_lens[row]
@@ -242,8 +242,8 @@ def _read_blocks(
         ids = lax.dynamic_slice_in_dim(table, j * chunk, chunk, axis=1)
         position = j * width + slot
         k, v = gather_runs(
-            found,
-            [found.of(ids[:1]), found.of(ids[1:])],
+            block_runs,
+            [block_runs.of(ids[:1]), block_runs.of(ids[1:])],
             (1, kv_heads, width, head_dim),
             ((position >= lower) & (position < context))[:, None],
             (j * width >= lower) & ((j + 1) * width <= context),

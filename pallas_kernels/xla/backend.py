@@ -11,8 +11,8 @@ from jaxserve.pallas_kernels.xla import attention, hidden, write
 
 
 def _write_scales(*arguments: Any) -> jax.Array:
-    *given, _ = arguments  # nothing is planned
-    return write.write(*given)
+    *operands, _ = arguments  # nothing is planned
+    return write.write(*operands)
 
 
 SCALES = ScaleOps(_write_scales, write.move, write.stage_out, write.stage_in)

@@ -68,7 +68,7 @@ def _gather(flat: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def gather_runs(
-    found: Runs,
+    block_runs: Runs,
     ids: list[jax.Array],
     shape: tuple[int, int, int, int],
     own: jax.Array,
@@ -81,7 +81,7 @@ def gather_runs(
     saves a quarter of the time.
 
     Args:
-        found: From `runs`.
+        block_runs: From `runs`.
         ids: Indices of the runs, int32, for each array to gather.
         shape: [N, kv_heads, S, D] of each array.
         own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Other slots are
@@ -89,7 +89,7 @@ def gather_runs(
         all_own: bool [], whether `own` is true throughout: then, as usual, nothing is zeroed.
         dtype: Dtype of the result.
     """
-    values, scales, _ = found
+    values, scales, _ = block_runs
     # A NaN is in the vector's scale, if it has one, else in its values.
     telling, cut, mine = (
         (values, shape, own) if scales is None else (scales, shape[:3], own[..., 0])
@@ -103,8 +103,10 @@ def gather_runs(
         clean = jnp.where(mine, v.reshape(cut), jnp.zeros((), v.dtype)).reshape(v.shape)
         return [*(_gather(telling, i) for i in ids[:-1]), clean]
 
-    told = [one.reshape(cut) for one in lax.cond(all_own, plain, cleaned, None)]
+    gathered_scales = [array.reshape(cut) for array in lax.cond(all_own, plain, cleaned, None)]
     if scales is None:
-        return [widen(one, None, dtype) for one in told]
+        return [widen(array, None, dtype) for array in gathered_scales]
     gathered = (_gather(values, i).reshape(shape) for i in ids)
-    return [widen(one, scale, dtype) for one, scale in zip(gathered, told, strict=True)]
+    return [
+        widen(array, scale, dtype) for array, scale in zip(gathered, gathered_scales, strict=True)
+    ]
