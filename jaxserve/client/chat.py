@@ -129,7 +129,7 @@ def _choices(data: bytes) -> list[dict[str, Any]]:
 
 def _help(command: str) -> None:
     if command != HELP:
-        print(f"{command} is no command.", file=sys.stderr)
+        print(f"{command} is not a command.", file=sys.stderr)
     for name, does in COMMANDS.items():
         print(f"{name:<8}{does}", file=sys.stderr)
 

@@ -91,7 +91,7 @@ class OpenAiBatch:
             return
         resumed = self._name is not None
         if not resumed:
-            self._get("/ready")  # nothing is begun where nobody is there
+            self._get("/ready")  # begin nothing if no server answers
             self._begin()
         with tqdm(total=self.count, unit="line", file=sys.stderr) as bar:
             try:

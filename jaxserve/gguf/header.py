@@ -168,7 +168,7 @@ class _Cursor:
 
     def header(self, file: Path) -> Header:
         if self._take(4) != MAGIC:
-            raise ValueError("it is no GGUF file")
+            raise ValueError("it is not a GGUF file")
         version = self._number(4)
         if version not in _VERSIONS:
             swapped = version & 0xFFFF == 0
@@ -242,7 +242,7 @@ class _Cursor:
     ) -> dict[str, TensorInfo]:
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or not 0 < align <= 1 << 20 or align & (align - 1):
-            raise ValueError(f"general.alignment is {_shown(align)}, which is no power of two")
+            raise ValueError(f"general.alignment is {_shown(align)}, which is not a power of two")
         begin = -(-self._at // align) * align
         placed: dict[str, TensorInfo] = {}
         for name, dimensions, kind, offset in infos:

@@ -150,7 +150,7 @@ def tokenizer_config_json(header: Header) -> dict[str, Any]:
     for key, template in header.metadata.items():
         if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
             if not isinstance(template, str):
-                raise header.error(f"{key} is no text")
+                raise header.error(f"{key} is not text")
             named[key[len(TEMPLATE) + 1 :] or "default"] = template
     if not named:
         return config
@@ -209,7 +209,7 @@ def _tokens(header: Header) -> list[str]:
 def _strings(header: Header, key: str) -> list[str]:
     strings = header.metadata.get(key, [])
     if not isinstance(strings, list):
-        raise header.error(f"{key} is no list of texts")
+        raise header.error(f"{key} is not a list of texts")
     return strings
 
 
@@ -301,7 +301,7 @@ def _cut(header: Header) -> _Cut:
 def _pair(header: Header, merge: str) -> tuple[str, str]:
     at = merge.find(" ", 1)
     if at < 0:
-        raise header.error(f"tokenizer.ggml.merges: {merge!r:.80} is no pair")
+        raise header.error(f"tokenizer.ggml.merges: {merge!r:.80} is not a pair")
     return merge[:at], merge[at + 1 :]
 
 
@@ -344,7 +344,7 @@ def _merges(header: Header, vocabulary: dict[str, int]) -> list[tuple[str, str]]
     SentencePiece merges them. Equal scores are in transformers' order: longest first part first."""
     scores, types = _numbers(header, "tokenizer.ggml.scores", 0), _types(header)
     if not np.isfinite(scores).all():
-        raise header.error("tokenizer.ggml.scores has a value that is no number")
+        raise header.error("tokenizer.ggml.scores has a value that is not a number")
     pairs: list[tuple[float, int, int, tuple[str, str]]] = []
     size = 0
     for i, token in enumerate(_tokens(header)):

@@ -54,7 +54,7 @@ def load_params(
         mesh: parameters are cut over its "tensor" axis; None: whole, on the first device.
         load_format: "auto" takes the format that is there, Orbax before safetensors.
         seed: seed of random parameters.
-        progress: shows the progress; None shows none.
+        progress: whether and how to show progress.
 
     Raises:
         CheckpointError: If a path, file or tensor is missing, a shape is wrong, the format is
@@ -77,7 +77,7 @@ def load_params(
     if not folder.is_dir() and gguf is None:
         raise CheckpointError(f"no such checkpoint directory: {folder}")
     if load_format != "auto" and (load_format == "gguf") != (gguf is not None):
-        what = "no GGUF file" if gguf is None else f"GGUF ({gguf})"
+        what = "not a GGUF file" if gguf is None else f"GGUF ({gguf})"
         raise CheckpointError(f"model.load_format is {load_format}, but {folder} is {what}")
     if load_format == "orbax" or (load_format == "auto" and is_orbax(folder)):
         params = _load_orbax(folder, family, config, target, mesh)

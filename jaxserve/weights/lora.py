@@ -193,7 +193,9 @@ class _Settings:
         for target in wanted:
             mine = _of_names([target], "target_modules", modules)
             if not mine:
-                raise _of_field("target_modules", f"{shown(target)} is no projection of this model")
+                raise _of_field(
+                    "target_modules", f"{shown(target)} is not a projection of this model"
+                )
             for module in sorted(mine - without):
                 if module not in halves:
                     name = f"{_PREFIX}{module}.lora_A.weight"

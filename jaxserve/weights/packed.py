@@ -266,7 +266,7 @@ def _scheme_of_words(
     files.check(f"{name}.scales", (inputs // (group or inputs), outputs), tuple(_SCALES))
     files.check(f"{name}.qzeros", (scales[0], outputs * bits // _WORD), ("I32",))
     if group % 8:
-        raise CheckpointError(f"{name}: groups of {group} are no multiple of 8")
+        raise CheckpointError(f"{name}: groups of {group} are not a multiple of 8")
     _refuse_order(files, f"{name}.g_idx", group or inputs, inputs)
     kind = "int4" if bits == 4 else "int8"
     return Scheme(kind, group, not form.symmetric, _scale_dtype(files, f"{name}.scales"))

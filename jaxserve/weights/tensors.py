@@ -71,7 +71,7 @@ class TensorFiles:
                     if (first := whose.setdefault(name, path.name)) != path.name:
                         raise ValueError(
                             f"it has the tensor {name!r}, and so has {first}; without "
-                            f"{ONE_FILE} or an index nobody knows which of them counts"
+                            f"{ONE_FILE} or an index it is not clear which of them counts"
                         )
                 if any(tensor.get_dtype() == FLOAT8 for tensor in slices.values()):
                     slices |= {

@@ -409,7 +409,10 @@ HUGE = 2**64 - 1
         (head(0, 1) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 33, 8, 0), "shape [33] is not possible"),
         (head(0, 1) + struct.pack("<Q1sIQQIQ", 1, b"t", 2, HUGE, HUGE, 0, 0), "tensor 't' ends at"),
         (head(0, 1) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 4, 0, HUGE), "it is cut off: tensor 't'"),
-        (head(1) + field("general.alignment", 4, struct.pack("<I", 3)), "which is no power of two"),
+        (
+            head(1) + field("general.alignment", 4, struct.pack("<I", 3)),
+            "which is not a power of two",
+        ),
     ],
 )
 def test_headers_that_count_more_than_there_is(content: bytes, says: str, tmp_path: Path) -> None:
@@ -450,7 +453,7 @@ def test_load_formats(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"load_format is orbax, but .* is GGUF"):
         load_params(path, family, config, dtype="float32", load_format="orbax")
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"load_format is gguf, but .* is no GGUF file"):
+    with pytest.raises(CheckpointError, match=r"load_format is gguf, but .* is not a GGUF file"):
         load_params(tmp_path, family, config, dtype="float32", load_format="gguf")
 
 

@@ -216,7 +216,7 @@ def test_chats_with_tools() -> None:
         for wrong, where in (
             ([WEATHER, 1], r"tools\.1: must be"),
             ([{"type": "function", "function": {"name": "a b"}}], r"tools\.0\.function\.name"),
-            ([{"type": "function", "function": {"name": "a", "parameters": 1}}], "is no schema"),
+            ([{"type": "function", "function": {"name": "a", "parameters": 1}}], "is not a schema"),
             (
                 [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
                 r"tools\.0\.function\.parameters: type: must be 'object'",

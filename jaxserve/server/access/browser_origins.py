@@ -40,7 +40,7 @@ class Browsers:
         """
         for host in hosts:
             if not self._is_ours(_name(host)):
-                problem = f"Host: {host!r:.80} is no name of this server's, which has no API keys"
+                problem = f"Host: {host!r:.80} is not a name of this server, which has no API keys"
                 raise NotAllowed(f"{problem}; server.allowed_hosts lists them", "host_not_allowed")
         for origin in origins:
             if not self._may_call(origin, hosts):

@@ -63,7 +63,7 @@ class Tls:
 
 
 def _encrypted() -> str:
-    raise ConfigError("server.tls_key: the key has a password, for which nobody would be asked")
+    raise ConfigError("server.tls_key: the key has a password, which a server cannot ask for")
 
 
 def _pair_problem(error: ssl.SSLError, tls: Tls) -> str:

@@ -516,4 +516,4 @@ def _numbered(name: str, place: int) -> str:
 
 def half_surrogate(error: UnicodeEncodeError) -> str:
     """The message for a text that cannot be encoded."""
-    return f"has U+{ord(error.object[error.start]):04X}, half a surrogate pair, which is no text"
+    return f"has U+{ord(error.object[error.start]):04X}, half a surrogate pair, which is not text"

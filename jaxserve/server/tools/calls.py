@@ -192,7 +192,7 @@ def _tool(where: str, tool: Mapping[str, Any]) -> Tool:
     parameters_given = function.get("parameters")
     parameters = NOTHING if parameters_given is None else parameters_given
     problem = (
-        schema_problem(parameters) if isinstance(parameters, Mapping) else ("", "is no schema")
+        schema_problem(parameters) if isinstance(parameters, Mapping) else ("", "is not a schema")
     )
     if problem is not None:
         raise InvalidRequest(f"{where}.function.parameters", ": ".join(filter(None, problem)))

@@ -294,12 +294,12 @@ def test_an_old_file_of_sentencepiece_names_no_end() -> None:
             {"tokenizer.ggml.pre": "viking"},
             "tokenizer.ggml.pre is 'viking', which is not supported",
         ),
-        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges: 'ab' is no pair"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "tokenizer.ggml.merges: 'ab' is not a pair"),
         (
             {"tokenizer.ggml.merges": ["zz qq"]},
             "tokenizer.ggml.merges: ('zz', 'qq') makes no token",
         ),
-        ({"tokenizer.ggml.merges": "a b"}, "tokenizer.ggml.merges is no list of texts"),
+        ({"tokenizer.ggml.merges": "a b"}, "tokenizer.ggml.merges is not a list of texts"),
         (
             {"tokenizer.ggml.token_type": [1, 1]},
             "token_type does not have a number for each of its",
@@ -341,5 +341,5 @@ def test_chats(tmp_path: Path) -> None:
     finally:
         chat.close()
     assert not load_chat_template(str(written(tmp_path, fields))).own
-    with pytest.raises(ConfigError, match=r"tokenizer\.chat_template is no text"):
+    with pytest.raises(ConfigError, match=r"tokenizer\.chat_template is not text"):
         load_chat_template(str(written(tmp_path, fields | {"tokenizer.chat_template": 5})))

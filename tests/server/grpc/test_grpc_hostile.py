@@ -243,7 +243,7 @@ def _stepped(stream, engine: FakeEngine):
     ("method", "message"),
     [
         (GENERATE, b"\xff\xff"),
-        (GENERATE, b"\x12\x02\xff\xfe"),  # text that is no UTF-8
+        (GENERATE, b"\x12\x02\xff\xfe"),  # text that is not UTF-8
         (GENERATE, b"\x12\x7fcut"),
         ("/jaxserve.v1.Generation/GetServerInfo", b"\xff"),
         ("/jaxserve.v1.Batches/SubmitBatch", b"\xff"),

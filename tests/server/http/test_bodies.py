@@ -104,7 +104,7 @@ def test_whole_pairs_and_all_other_text_are_served(plain: Plain, running: FakeEn
 
 @pytest.mark.parametrize("raw", [b'"\xed\xa0\x80"', b'"\xc0\xaf"', b'"\xff"'])
 def test_what_is_no_utf8_is_refused(raw: bytes) -> None:
-    assert "no UTF-8" in str(refused(b'{"prompt":' + raw + b"}", CompletionRequest))
+    assert "not UTF-8" in str(refused(b'{"prompt":' + raw + b"}", CompletionRequest))
 
 
 def test_a_request_id_is_printable(plain: Plain, engine: FakeEngine) -> None:

@@ -85,7 +85,7 @@ def test_help_and_exit(
     out, error = capsys.readouterr()
     assert out == " w0\n"  # of /etc/hosts
     listed = "".join(f"{name:<8}{does}\n" for name, does in COMMANDS.items())
-    assert error == f"{listed}/halp is no command.\n{listed}"
+    assert error == f"{listed}/halp is not a command.\n{listed}"
 
 
 def test_the_grpc_port_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -202,7 +202,7 @@ def _loaded(raw: bytes) -> Any:
     try:
         value = json.loads(raw.decode("utf-8-sig"), **hooks)
     except UnicodeDecodeError as error:
-        raise _not_json(f"byte {error.start} is no UTF-8") from None
+        raise _not_json(f"byte {error.start} is not UTF-8") from None
     except json.JSONDecodeError as error:
         raise _not_json(f"{error.msg} at character {error.pos}") from None
     except ValueError:  # Python's limit on digits

@@ -265,7 +265,7 @@ def _read(path: Path) -> StoredFile | None:
         stored = StoredFile(**json.loads(path.read_text(encoding="utf-8")))
         return stored if _ID.fullmatch(stored.id) and stored.id == path.stem else None
     except (ValueError, TypeError) as error:
-        log.warning("%s: is no file's note: %s", path, error)
+        log.warning("%s: is not the note of a file: %s", path, error)
         return None
 
 

@@ -473,7 +473,7 @@ def test_what_an_earlier_server_has_left(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "files" / f"{other}.json").write_text("{")
     store = FileStore(tmp_path / "files", MIB, 99.0)
     assert [each.id for each in store.list_files(None, 9)[0]] == [first.id]
-    assert store.find_file(first.id) == first and "is no file's note" in caplog.text
+    assert store.find_file(first.id) == first and "is not the note of a file" in caplog.text
     assert sorted(left(tmp_path)) == sorted(
         [f"{first.id}.json", f"{first.id}.jsonl", f"{other}.json"]
     )
