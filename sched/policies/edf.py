@@ -37,9 +37,9 @@ _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phas
 class EarliestDeadline(UnifiedPolicy):
     """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt.
 
-    patience: seconds after its arrival at which one that is late is due, or a real-time one without
-    targets; 0: plain earliest deadline first, where the late stay in front, and all without targets
-    behind. ValueError for one that is negative, or no number."""
+    patience: seconds after its arrival at which a request is due that is late, or that is
+    real-time and has no targets. With 0, plain earliest deadline first: late requests stay in
+    front, and those without targets go last. ValueError if it is negative or not a number."""
 
     groups: tuple[Group, ...] = field(default=_DECODES_FIRST)
     mixed_batches: bool = True

@@ -30,12 +30,13 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 @dataclass(frozen=True)
 class Lapse:
     """When a key expires. The key is the time at which something is due; once that cannot be met,
-    the request is ranked by another time. Both fields are functions of what a key may know,
-    and while a request waits they change only when it gets a token.
+    the request is ranked by another, later time: a lapse only moves a request back. Both fields are
+    functions of the columns that a key may use. They must not depend on the clock.
 
     Attributes:
-        lead: Seconds that it takes at least. The key expires so long before the due time.
-        later: The time that counts then, if it is later than the due time.
+        lead: Seconds that the request needs at least. The key expires this long before the due
+            time.
+        later: The time that replaces an expired key, if it is later than the key.
     """
 
     lead: Key

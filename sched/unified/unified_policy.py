@@ -152,8 +152,9 @@ class UnifiedPolicy(Policy):
         return ours is None or np.greater(self.queue_priority(running, now), ours)
 
     def compiled_spec(self) -> CompiledSpec | None:
-        """For simulations that have it compiled; None if that cannot be. A class that overrides any
-        other method of this one overrides it, too, or there is no form."""
+        """What compiled simulations need to know; None if they cannot run the policy. A subclass
+        that overrides another method must override this one as well: else its simulations run in
+        Python, which is slower."""
         phases = [phase for group in self.groups for phase in group.phases]
         return CompiledSpec(self.key, lapse=self.lapse) if len(phases) == len(set(phases)) else None
 

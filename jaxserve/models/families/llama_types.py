@@ -155,8 +155,9 @@ class ModelType:
 
     Attributes:
         defaults: defaults for missing fields.
-        attention_bias: whether the field `attention_bias` gives biases to q, k, v and the output.
-        qkv_bias: whether q, k and v always have biases.
+        attention_bias: whether the field `attention_bias` is read, which gives biases to q, k, v
+            and the output.
+        qkv_bias: (config.json) -> whether q, k and v have biases whatever that field says.
         mlp_bias: whether the field `mlp_bias` gives biases to the feed-forward layer.
         qk_norm, whole_norms, norms, joined, expert_names: see `LlamaConfig`.
         partial_rotary: whether a part of each head may be without positions.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -290,3 +292,14 @@ def test_a_taken_metrics_port_is_one_clear_line(metrics: Server) -> None:
     with pytest.raises(ConfigError, match=f"server.metrics_port: cannot listen .*{port}"):
         registry = MetricsRegistry(FakeEngine(), CallTracker(())).registry
         MetricsServer(registry, "localhost", port, Access())
+
+
+def test_the_page_of_operations_lists_all_metrics() -> None:
+    rows = []
+    for family in MetricsRegistry(FakeEngine(), CallTracker(())).registry.collect():
+        labels = ", ".join(f"`{label}`" for label in family._labelnames if label != "model_name")
+        cells = [f"`{family.name}`", family.type, labels, family.documentation]
+        rows.append(f"| {' | '.join(cells)} |".replace("|  |", "| |"))
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    table = re.findall(r"^\| `jaxserve:.*$", page, re.MULTILINE)
+    assert table == rows, "docs/operations.md's table of metrics should be:\n" + "\n".join(rows)
