@@ -1,19 +1,23 @@
 """Lists the scheduling policies: what they do, where they come from, and whether a server takes it.
 
     jaxserve policies
+    jaxserve policies edf
     jaxserve policies --json
 
-Parameters are shown with their defaults; `--policy=sarathi:watermark=0.05` sets one.
+Parameters are shown with their defaults; `--policy=sarathi:watermark=0.05` sets one. With the name
+of a policy, they are explained.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.command_line import Parser
 from jaxserve.sched.parameters import parameters, text_of
+from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import PolicyEntry, policies, variants
 
 
@@ -21,17 +25,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0, 2 for a wrong command line."""
     parser = Parser(prog="jaxserve policies", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("name", nargs="?", default="", help="explain this policy")
     args = parser.parse_args(argv)
-    found = listing()
-    print(json.dumps(found) if args.json else text(found))
+    known = policies()
+    if args.name and args.name not in known:
+        parser.error(f"there is no policy {args.name!r}; known: {', '.join(known)}")
+    listed = listing(args.name)
+    if args.json:
+        print(json.dumps(listed))
+        return 0
+    print(text(listed))
+    if args.name:
+        print(f"\n{explained(known[args.name].make())}")
     return 0
 
 
-def listing() -> dict[str, list[dict[str, Any]]]:
+def explained(policy: Policy) -> str:
+    """What the policy's classes say of it, its own first."""
+    mro = type(policy).__mro__
+    docs = [cls.__doc__ for cls in mro[: mro.index(Policy)] if cls.__doc__]
+    return "\n\n".join(map(inspect.cleandoc, docs))
+
+
+def listing(name: str = "") -> dict[str, list[dict[str, Any]]]:
     """policies: name, summary, source, deployable, parameters (default by name, as text).
-    variants: suffix, summary, source."""
+    variants: suffix, summary, source. name: of one policy, "" for all."""
+    known = policies()
     return {
-        "policies": [_entry(policy) for policy in policies().values()],
+        "policies": [_entry(policy) for policy in ([known[name]] if name else known.values())],
         "variants": [
             {"suffix": v.suffix, "summary": v.summary, "source": v.source}
             for v in variants().values()

@@ -84,7 +84,7 @@ class UnifiedPolicy(Policy):
             Otherwise they wait behind it (section 3.1: "can be probed or skipped").
 
     Raises:
-        ValueError: For a max_rows or a watermark that is none.
+        ValueError: If max_rows or watermark is out of range.
     """
 
     groups: tuple[Group, ...]

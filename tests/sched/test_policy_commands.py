@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
 from jaxserve.bench import cli
 from jaxserve.commands import policies as command
+from jaxserve.sched.parameters import parameters
 from jaxserve.sched.plan import Checkpoint, Join
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.state.request_table import State
@@ -31,6 +33,22 @@ def test_says_what_a_server_takes(capsys: pytest.CaptureFixture[str]) -> None:
     known = {p["name"]: p["parameters"] for p in found["policies"]}
     assert known["aptserve"]["slo_decay"] == "0.0"
     assert known["sarathi"]["reserve"] == "prompt" and "groups" not in known["sarathi"]
+
+
+@pytest.mark.parametrize("name", policies())
+def test_every_parameter_is_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([name]) == 0
+    text = capsys.readouterr().out.split("\n\n", 1)[1]
+    lost = {one for one in parameters(make_policy(name)) if not re.search(rf"\b{one}\b", text)}
+    assert not lost
+
+
+def test_explains_one_policy_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["edf", "--json"]) == 0
+    assert [p["name"] for p in json.loads(capsys.readouterr().out)["policies"]] == ["edf"]
+    with pytest.raises(SystemExit):
+        command.main(["fde"])
+    assert "there is no policy 'fde'; known: accelgen" in capsys.readouterr().err
 
 
 def test_times_plans(capsys: pytest.CaptureFixture[str]) -> None:
