@@ -54,6 +54,8 @@ test-hosts: $(READY) ## one model over several processes, some of which die: 3 m
 # With its compilers, 2 GB of them: `make compile-check PYTHON=python3.12`.
 test-py312: environment-py312 ## the kernels' own tests with Python 3.12 and the newest jax that is allowed
 	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/pallas_kernels tests/compile_check \
+		--ignore=tests/pallas_kernels/invariance --ignore=tests/pallas_kernels/products/test_dots.py \
+		--ignore=tests/pallas_kernels/products/test_amx.py \
 		-k 'not attention_at_edges and not write_at_edges' $(ARGS)"
 
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
