@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,52 +95,43 @@ def test_the_code_says_whether_another_command_line_is_needed(error: Exception, 
 
 def test_the_description_is_shown_as_it_is_written(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="python -m jaxserve.x", description="First.\n\n    indented  text")
+    assert "\n    indented  text\n" in told(parser.parse_args, ["--help"], capsys)
+
+
+def told(main: Callable[[Sequence[str]], int], argv: list[str], capsys: Any) -> str:
+    """What a command prints that ends well at once."""
     with pytest.raises(SystemExit) as caught:
-        parser.parse_args(["--help"])
+        main(argv)
     assert caught.value.code == 0
-    assert "\n    indented  text\n" in capsys.readouterr().out
+    return str(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    "command", [*bench.LAB_COMMANDS, "throughput", "latency", "load", "fidelity"]
-)
 def test_every_command_of_the_bench_is_listed_and_explained(
-    command: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for argv in (["--help"], [command, "--help"]):
-        with pytest.raises(SystemExit) as caught:
-            bench.main(argv)
-        assert caught.value.code == 0
-    listed, told = capsys.readouterr().out.split(f"usage: jaxserve bench {command} ")
-    assert re.search(rf"^    {command}\s+\w", listed, re.MULTILINE)
-    assert "show this help message and exit" in told
+    listed = told(bench.main, ["--help"], capsys)
+    for command in (*bench.LAB_COMMANDS, *bench.MEASURED):
+        assert re.search(rf"^    {command}\s+\w", listed, re.MULTILINE), command
+        text = told(bench.main, [command, "--help"], capsys)
+        assert text.startswith(f"usage: jaxserve bench {command} ")
+        assert "show this help message and exit" in text
 
 
 @pytest.mark.parametrize(
     "main",
     [
-        advise.main,
-        client.batch,
-        client.complete,
-        keys.main,
-        optimal.main,
-        policies.main,
-        simulate.main,
+        *(advise.main, client.batch, client.complete, keys.main),
+        *(optimal.main, policies.main, simulate.main),
     ],
 )
 def test_every_command_explains_its_flags(
     main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["--help"])
-    assert caught.value.code == 0 and "--version" in capsys.readouterr().out
+    assert "--version" in told(main, ["--help"], capsys)
 
 
 def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        policies.main(["--version"])
-    assert caught.value.code == 0
-    assert capsys.readouterr().out == f"jaxserve {__version__}\n"
+    assert told(policies.main, ["--version"], capsys) == f"jaxserve {__version__}\n"
 
 
 def test_no_command_has_another_parser() -> None:

@@ -31,7 +31,6 @@ print("HEAVY", *(name for name in {HEAVY} if name in sys.modules))
 @pytest.mark.parametrize(
     ("begin", "arguments"),
     [
-        (RUN, ["simulate", "--help"]),
         (RUN, ["simulate", *SIMULATE, "--num_requests=50"]),
         (RUN, ["optimal", "--help"]),
         (RUN, ["advise", "--help"]),
@@ -39,16 +38,6 @@ print("HEAVY", *(name for name in {HEAVY} if name in sys.modules))
         (RUN, ["policies"]),
         (RUN, ["keys", "--help"]),
         ("from jaxserve import LLM, SamplingParams", []),
-    ],
-    ids=[
-        "simulate --help",
-        "simulate",
-        "optimal",
-        "advise",
-        "help",
-        "policies",
-        "keys",
-        "LLM",
     ],
 )
 def test_what_starts_at_once(begin: str, arguments: list[str]) -> None:

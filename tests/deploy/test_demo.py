@@ -12,8 +12,10 @@ from jaxserve.deploy.settings import Settings
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
+        (["--http_port=-1"], "argument --http_port: must be 0 to 65535, got '-1'"),
+        (["--grpc_port=70000"], "argument --grpc_port: must be 0 to 65535, got '70000'"),
         (["--replicas=0"], "--replicas: Input should be greater than or equal to 1"),
-        (["--routing=best"], "--routing: there is no routing 'best'"),
+        (["--routing=best"], "--routing: there is no routing 'best'; known: round_robin"),
         (["--hosts=2"], "--flags: mesh.tensor must be a multiple of the 2 hosts"),
         (["--hosts=2", "--num_cpus=0"], "--num_cpus: with hosts, Ray has to reserve something"),
         (["--flags=--port=9"], "--flags: server.port has no meaning for a replica"),

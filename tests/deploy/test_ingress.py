@@ -223,13 +223,43 @@ def test_what_the_replica_says_is_passed_on_and_the_router_is_told_what_it_costs
     assert handle.responses[0].cancelled
 
 
-def test_a_call_that_is_not_answered_goes_to_another_replica_once() -> None:
-    whole = [[START, body(b"b", more=False)]]
-    assert http(Handle([[START], DIES], whole), b"{}") == whole[0]
-    start, problem = http(Handle([DIES], [DIES], whole), b"{}")
-    assert start["status"] == 503 and b"unavailable" in problem["body"]
+WHOLE = [START, body(b"b", more=False)]
+
+
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        ([[START], DIES], [WHOLE]),
+        ([[START], FAILED], [WHOLE]),
+        ([WHOLE, DIES],),  # it was whole by then
+    ],
+)
+def test_an_answer_is_whole_though_its_replica_ends(scripts: Sequence[Sequence[Any]]) -> None:
+    handle = Handle(*scripts)
+    assert http(handle, b"{}") == WHOLE
+    assert handle.calls[-1][1][AVOID] == ("b" if FAILED in scripts[0] else "")
+
+
+@pytest.mark.parametrize(
+    ("scripts", "said"),
+    [
+        (([DIES], [DIES], [WHOLE]), b"unavailable"),  # it goes elsewhere once
+        (([AWAY], [WHOLE]), b"unavailable"),  # who may still compute it
+        (([FAILED], [FAILED]), b"the engine failed"),
+        (([LOST],), b"unavailable"),  # with the node that had it
+    ],
+)
+def test_what_nobody_answers_is_unavailable(scripts: Sequence[Any], said: bytes) -> None:
+    start, problem = http(Handle(*scripts), b"{}")
+    assert start["status"] == 503 and said in problem["body"]
+    assert b"Traceback" not in problem["body"]
     assert any(name == b"retry-after" for name, _ in start["headers"])
-    assert http(Handle([AWAY], whole), b"{}")[0]["status"] == 503
+
+
+def test_what_is_cut_off_or_too_long_is_sent_nowhere() -> None:
+    handle = Handle()
+    assert http(handle, HUNG_UP) == []
+    assert http(handle, b" " * 1001)[0]["status"] == 413 and not handle.calls
 
 
 def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
@@ -239,28 +269,12 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     assert event["error"]["code"] == "unavailable" and not last.get("more_body", False)
 
 
-def test_what_has_not_begun_goes_elsewhere_where_the_engine_has_failed() -> None:
-    whole = [[START, body(b"b", more=False)]]
-    handle = Handle([[START], FAILED], whole)
-    assert http(handle, b"{}") == whole[0]
-    assert [named[AVOID] for _, named in handle.calls] == ["", "b"]
-    _, problem = http(Handle([FAILED], [FAILED]), b"{}")
-    assert b"the engine failed" in problem["body"] and b"Traceback" not in problem["body"]
-
-
 def test_an_error_in_a_replica_is_the_servers_and_said_as_one() -> None:
     start, problem = http(Handle([BROKEN]), b"{}")
     assert start["status"] == 500 and b"internal error: KeyError" in problem["body"]
     *_, last = http(Handle([[START, body(b"data: 1\n\n")], BROKEN]), b"{}")
     assert b'"code":"internal"' in last["body"]
     assert rpc(Handle([BROKEN]))[1].code is grpc.StatusCode.INTERNAL
-    start, _ = http(Handle([LOST]), b"{}")  # with the node that had it
-    assert start["status"] == 503
-
-
-def test_a_call_that_its_client_did_not_finish_is_sent_nowhere() -> None:
-    handle = Handle()
-    assert http(handle, HUNG_UP) == [] and not handle.calls
 
 
 def test_a_prefix_of_the_route_is_not_the_replicas_business() -> None:
@@ -296,16 +310,6 @@ def test_a_reset_is_of_all_replicas_for_those_whom_the_door_lets() -> None:
     refused = [{**START, "status": 403}, body(b"no admin", more=False)]
     handle = Handle([refused])
     assert http(handle, b"", path=path) == refused and not handle.asked
-
-
-def test_an_answer_that_was_whole_when_its_replica_died_is_whole() -> None:
-    whole = [START, body(b"b", more=False)]
-    assert http(Handle([whole, DIES]), b"{}") == whole
-
-
-def test_a_body_that_is_too_long_is_sent_nowhere() -> None:
-    handle = Handle()
-    assert http(handle, b" " * 1001)[0]["status"] == 413 and not handle.calls
 
 
 def test_how_long_bodies_may_be_another_replica_says_too() -> None:

@@ -29,7 +29,7 @@ from tests.server.logging_kept import logging_kept
 
 T = TypeVar("T")
 
-GENERATE = "/jaxserve.v1.Generation/Generate"
+SHORT = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(max_tokens=3))
 SCOPE: dict[str, Any] = {
     "type": "http",
     "http_version": "1.1",
@@ -74,14 +74,19 @@ async def pieces_of(parts: AsyncGenerator[list[Any], None]) -> list[Any]:
     return [part async for piece in parts for part in piece]
 
 
-def post(replica: EngineReplica, path: str, **body: Any) -> AsyncGenerator[list[Any], None]:
-    scope = {**SCOPE, "path": path, "raw_path": path.encode()}
+def post(
+    replica: EngineReplica, path: str, *headers: tuple[bytes, bytes], **body: Any
+) -> AsyncGenerator[list[Any], None]:
+    given = [*SCOPE["headers"], *headers]
+    scope = {**SCOPE, "path": path, "raw_path": path.encode(), "headers": given}
     return replica.http(scope, json.dumps(body).encode(), routing_request=NOTHING)
 
 
-def generate(replica: EngineReplica, message: pb.GenerateRequest) -> AsyncGenerator[Any, None]:
-    raw = message.SerializeToString()
-    return replica.grpc(GENERATE, raw, [("k", "v")], "ipv4:127.0.0.1:5", routing_request=NOTHING)
+def rpc(
+    replica: EngineReplica, message: Any, *metadata: tuple[str, str], name: str = "Generate"
+) -> AsyncGenerator[Any, None]:
+    method, raw = f"/jaxserve.v1.Generation/{name}", message.SerializeToString()
+    return replica.grpc(method, raw, [*metadata], "ipv4:127.0.0.1:5", routing_request=NOTHING)
 
 
 def body(messages: list[dict[str, Any]]) -> bytes:
@@ -124,7 +129,7 @@ def test_who_stops_reading_has_hung_up(door: str) -> None:
     async def call(replica: EngineReplica) -> None:
         parts = post(replica, "/v1/completions", prompt="Hi", max_tokens=9, stream=True)
         if door == "grpc":
-            parts = generate(replica, pb.GenerateRequest(text="Hi"))
+            parts = rpc(replica, pb.GenerateRequest(text="Hi"))
         first = asyncio.ensure_future(anext(parts))
         await asyncio.to_thread(engine.wait, lambda: engine.live)
         engine.step()
@@ -137,35 +142,24 @@ def test_who_stops_reading_has_hung_up(door: str) -> None:
 
 
 def test_an_rpc_is_answered_by_the_door_itself() -> None:
-    async def call(replica: EngineReplica) -> list[Any]:
-        message = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(max_tokens=3))
-        return await pieces_of(generate(replica, message))
-
-    *raw, status = run(call, Engine().run())
+    *raw, status = run(lambda replica: pieces_of(rpc(replica, SHORT)), Engine().run())
     assert status.code == "OK" and ("x-slo-class", "default") in status.trailing
     answers = [pb.GenerateResponse.FromString(one) for one in raw]
     assert "".join(one.text for one in answers) == " w0 w1 w2"
     assert answers[-1].finish.usage.output_tokens == 3
 
 
-@pytest.mark.parametrize("name", ["Embed", "Score"])
-def test_so_are_those_for_vectors_and_scores(name: str) -> None:
-    message = make_embed_request(["Hi", "You"])
-    if name == "Score":
-        message = make_score_request("Hi", "You")
-
+def test_so_are_those_for_vectors_and_scores() -> None:
     async def call(replica: EngineReplica) -> list[Any]:
-        method, raw = f"/jaxserve.v1.Generation/{name}", message.SerializeToString()
-        to = "ipv4:127.0.0.1:5"
-        return await pieces_of(replica.grpc(method, raw, [], to, routing_request=NOTHING))
+        vectors = rpc(replica, make_embed_request(["Hi", "You"]), name="Embed")
+        scores = rpc(replica, make_score_request("Hi", "You"), name="Score")
+        return [*await pieces_of(vectors), *await pieces_of(scores)]
 
-    answer, status = run(call, Engine().run())
-    assert status.code == "OK"
-    if name == "Embed":
-        found = pb.EmbedResponse.FromString(answer).embeddings
-        assert [each.usage.prompt_tokens for each in found] == [2, 3]
-    else:
-        assert pb.ScoreResponse.FromString(answer).usage.prompt_tokens == 5
+    embedded, first, scored, second = run(call, Engine().run())
+    assert first.code == second.code == "OK"
+    found = pb.EmbedResponse.FromString(embedded).embeddings
+    assert [each.usage.prompt_tokens for each in found] == [2, 3]
+    assert pb.ScoreResponse.FromString(scored).usage.prompt_tokens == 5
 
 
 def test_targets_come_through_and_the_answer_says_so() -> None:
@@ -173,13 +167,8 @@ def test_targets_come_through_and_the_answer_says_so() -> None:
 
     async def call(replica: EngineReplica) -> tuple[Any, Any]:
         said = [(b"x-slo-ttft-ms", b"500"), (b"x-llm-d-slo-tpot-ms", b"50")]
-        scope = {**SCOPE, "path": "/v1/completions", "headers": [*SCOPE["headers"], *said]}
-        body = b'{"prompt": "Hi", "max_tokens": 3}'
-        http = await pieces_of(replica.http(scope, body, routing_request=NOTHING))
-        message = pb.GenerateRequest(text="Hi", sampling=pb.SamplingParams(max_tokens=3))
-        raw, metadata = message.SerializeToString(), [("x-slo-ttft-ms", "500")]
-        to = "ipv4:127.0.0.1:5"
-        grpc = await pieces_of(replica.grpc(GENERATE, raw, metadata, to, routing_request=NOTHING))
+        http = await pieces_of(post(replica, "/v1/completions", *said, prompt="Hi", max_tokens=3))
+        grpc = await pieces_of(rpc(replica, SHORT, ("x-slo-ttft-ms", "500")))
         return http[0], grpc[-1]
 
     start, status = run(call, engine)
@@ -191,10 +180,8 @@ def test_targets_come_through_and_the_answer_says_so() -> None:
 
 
 def test_an_rpc_that_fails_ends_with_its_status() -> None:
-    async def call(replica: EngineReplica) -> list[Any]:
-        return await pieces_of(generate(replica, pb.GenerateRequest(text="")))
-
-    (status,) = run(call, Engine())
+    empty = pb.GenerateRequest(text="")
+    (status,) = run(lambda replica: pieces_of(rpc(replica, empty)), Engine())
     assert isinstance(status, Status) and status.code == "INVALID_ARGUMENT"
     assert "prompt" in status.details
 
@@ -204,8 +191,8 @@ def test_keys_are_asked_for_at_both_doors(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def call(replica: EngineReplica) -> tuple[Any, Any]:
         http = await pieces_of(post(replica, "/v1/completions", prompt="Hi"))
-        rpc = await pieces_of(generate(replica, pb.GenerateRequest(text="Hi")))
-        return http[0]["status"], rpc[0].code
+        grpc = await pieces_of(rpc(replica, SHORT))
+        return http[0]["status"], grpc[0].code
 
     assert run(call, Engine()) == (401, "UNAUTHENTICATED")
 
@@ -216,19 +203,15 @@ def test_an_id_is_each_key_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine()
 
     async def call(replica: EngineReplica) -> tuple[Any, Any, Any]:
-        given = (*SCOPE["headers"], (b"authorization", b"Bearer alice"))
-        scope = {**SCOPE, "path": "/v1/completions", "headers": given}
-        raw = json.dumps({"prompt": "Hi", "request_id": "mine"}).encode()
-        hers = asyncio.create_task(pieces_of(replica.http(scope, raw, routing_request=NOTHING)))
+        def ask() -> Any:
+            key = (b"authorization", b"Bearer alice")
+            return pieces_of(post(replica, "/v1/completions", key, prompt="Hi", request_id="mine"))
+
+        hers = asyncio.create_task(ask())
         await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 1)
-        again = await pieces_of(replica.http(scope, raw, routing_request=NOTHING))
-        message = pb.GenerateRequest(text="Hi", request_id="mine").SerializeToString()
-        key = [("authorization", "Bearer bob")]
-        his = asyncio.create_task(
-            pieces_of(
-                replica.grpc(GENERATE, message, key, "ipv4:127.0.0.1:5", routing_request=NOTHING)
-            )
-        )
+        again = await ask()
+        message = pb.GenerateRequest(text="Hi", request_id="mine")
+        his = asyncio.create_task(pieces_of(rpc(replica, message, ("authorization", "Bearer bob"))))
         await asyncio.to_thread(engine.wait, lambda: len(engine.live) == 2)
         engine.run()
         return again, await hers, await his
@@ -353,8 +336,9 @@ def test_calls_of_a_replica_that_has_lost_a_host_may_come_again() -> None:
     assert event["error"]["code"] == "unavailable" and "host 1 is gone" in event["error"]["message"]
 
 
-@pytest.mark.parametrize("given_up", [False, True])
-@pytest.mark.parametrize("door", ["http", "chat", "stream", "grpc"])
+@pytest.mark.parametrize(
+    ("door", "given_up"), [("http", False), ("chat", True), ("stream", False), ("grpc", True)]
+)
 def test_what_a_replica_had_not_begun_to_answer_when_its_engine_failed_it_leaves_to_others(
     door: str, given_up: bool
 ) -> None:
@@ -362,7 +346,7 @@ def test_what_a_replica_had_not_begun_to_answer_when_its_engine_failed_it_leaves
 
     def ask(replica: EngineReplica) -> AsyncGenerator[Any, None]:
         if door == "grpc":
-            return generate(replica, pb.GenerateRequest(text="Hi"))
+            return rpc(replica, pb.GenerateRequest(text="Hi"))
         if door == "chat":
             messages = [{"role": "user", "content": "Hi"}]
             return post(replica, "/v1/chat/completions", messages=messages, stream=True)
@@ -413,7 +397,6 @@ def test_its_metrics_are_those_of_a_server() -> None:
         ("--port=9", "server.port has no meaning.*proxies"),
         ("--config.server.batch_dir=/x", "server.batch_dir.*no batches"),
         ("--config.mesh.hosts=2", "mesh.hosts has no meaning.*the setting hosts"),
-        ("--config.mesh.coordinator=a:1", "mesh.coordinator has no meaning"),
         ("--config.mesh.hosts_wait_s=0.0", "flags: mesh.hosts_wait_s must be more than 0"),
         ("--polcy=vllm", "polcy"),
         ("--config.server.grace_s=-1", "server.grace_s: must be 0"),

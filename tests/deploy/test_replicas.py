@@ -36,10 +36,9 @@ def busy(time: float) -> dict[str, float]:
 
 def test_the_slo_router_avoids_the_busy_one() -> None:
     replicas = Replicas("slo")
-    replicas.update({"a": busy(1.0), "b": said(1.0), "c": busy(1.0)})
-    assert replicas.choose(ROUTING_REQUEST, 1.1) == "b"
-    replicas.update({"a": said(2.0), "b": busy(2.0), "c": busy(2.0)})
-    assert replicas.choose(ROUTING_REQUEST, 2.1) == "a"
+    for time, idle in ((1.0, "b"), (2.0, "a")):
+        replicas.update({each: (said if each == idle else busy)(time) for each in "abc"})
+        assert replicas.choose(ROUTING_REQUEST, time + 0.1) == idle
 
 
 def test_what_was_sent_counts_until_the_next_snapshot() -> None:

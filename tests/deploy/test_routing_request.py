@@ -46,7 +46,6 @@ def http(builder: RoutingRequestBuilder, path: str, **body: Any) -> RoutingReque
     ("prompt", "tokens", "count"),
     [
         (TEXT, TOKENS, 1),
-        ([TEXT, TEXT], TOKENS, 2),
         ([TEXT] * 8, TOKENS, 8),
         ([1, 2, 3], 3, 1),
         ([[1, 2, 3], [4, 5]], 3, 2),  # the mean, rounded up
@@ -63,16 +62,15 @@ def test_prompts_of_completions_in_tokens(
 
 
 def test_prompts_of_embeddings_in_tokens(builder: RoutingRequestBuilder) -> None:
-    found = http(builder, EMBEDDINGS, input=[TEXT] * 300, slo={"ttft_ms": 50})
-    assert abs(found.prompt_len - TOKENS) <= 1
-    assert (found.sequences, found.ttft) == (300, 0.05)
+    for count in (1, 300):
+        found = http(builder, EMBEDDINGS, input=[TEXT] * count, slo={"ttft_ms": 50})
+        assert abs(found.prompt_len - TOKENS) <= 1
+        assert (found.sequences, found.ttft) == (count, 0.05)
+        message = make_embed_request([TEXT] * count, slo={"ttft_ms": 50})
+        assert asyncio.run(builder.from_grpc(message)) == found
     assert http(builder, EMBEDDINGS, input=[TEXT] * 3000) is NOTHING
-    for inputs in ([TEXT] * 300, [TEXT]):
-        asked = http(builder, EMBEDDINGS, input=inputs, slo={"ttft_ms": 50})
-        message = make_embed_request(inputs, slo={"ttft_ms": 50})
-        assert asyncio.run(builder.from_grpc(message)) == asked
-    assert asyncio.run(builder.from_grpc(make_embed_request([TEXT] * 3000))) is NOTHING
-    assert asyncio.run(builder.from_grpc(make_embed_request([]))) is NOTHING
+    for inputs in ([TEXT] * 3000, []):
+        assert asyncio.run(builder.from_grpc(make_embed_request(inputs))) is NOTHING
 
 
 def test_a_model_in_the_home_folder_has_its_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,11 +81,6 @@ def test_a_model_in_the_home_folder_has_its_tokenizer(monkeypatch: pytest.Monkey
         abs(http(RoutingRequestBuilder(config), COMPLETIONS, prompt=TEXT).prompt_len - TOKENS) <= 1
     )
     assert tokenizer_path(config.model) == str(model)
-
-
-def test_chats_are_counted_as_their_template_writes_them(builder: RoutingRequestBuilder) -> None:
-    found = http(builder, CHAT, messages=[{"role": "user", "content": TEXT}])
-    assert TOKENS < found.prompt_len < TOKENS + 20
 
 
 def test_each_continuation_of_each_prompt_counts(builder: RoutingRequestBuilder) -> None:
@@ -151,7 +144,6 @@ def test_targets_and_tiers_are_the_requests_own_or_its_class(
         (COMPLETIONS, b'{"prompt": 3}'),
         (COMPLETIONS, b'{"prompt": "a", "slo_class": "nobodys"}'),
         (COMPLETIONS, b'{"prompt": "a", "n": 17}'),
-        (COMPLETIONS, b'{"prompt": "a", "n": 0}'),
         (COMPLETIONS, b'{"prompt": []}'),
         (COMPLETIONS, b'{"prompt": "a", "slo": {"ttft_ms": -1}}'),
         (COMPLETIONS, b'{"prompt": "\\ud800"}'),
@@ -268,7 +260,7 @@ def test_what_headers_and_keys_say_of_targets_counts(
     assert asyncio.run(keyed.from_http(COMPLETIONS, body, tight)) == NOTHING
 
 
-@pytest.mark.parametrize("key", ["x" * 257, "x" * (8 << 20), "\ud800", 7, ["k"], {}])
+@pytest.mark.parametrize("key", ["x" * 257, "x" * (8 << 20), "\ud800", ["k"]])
 def test_of_a_hint_that_will_be_refused_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch, key: Any
 ) -> None:

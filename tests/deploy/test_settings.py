@@ -10,7 +10,6 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from jaxserve.deploy.local import demo
 from jaxserve.deploy.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -55,22 +54,3 @@ def test_each_host_gets_what_is_said() -> None:
 def test_what_is_wrong_is_said_by_its_name(args: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         Settings(**args)
-
-
-@pytest.mark.parametrize(
-    ("flag", "problem"),
-    [
-        ("--http_port=-1", "argument --http_port: must be 0 to 65535, got '-1'"),
-        ("--grpc_port=70000", "argument --grpc_port: must be 0 to 65535, got '70000'"),
-        ("--replicas=0", "--replicas: Input should be greater than or equal to 1"),
-        ("--routing=best", "--routing: there is no routing 'best'; known: round_robin"),
-    ],
-)
-def test_the_demo_names_the_flag_that_is_wrong(
-    flag: str, problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "_serve", lambda *_: 0)
-    with pytest.raises(SystemExit) as caught:
-        demo.main([flag])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith(f"jaxserve.deploy.local.demo: {problem}")

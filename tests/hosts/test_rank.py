@@ -44,41 +44,27 @@ def test_a_cluster_says_what_the_flags_do_not(monkeypatch: pytest.MonkeyPatch) -
     assert found == Rank("here", 7000, 8, 3, 1.0, devices=(1,))
 
 
+TWO: dict[str, Any] = {"hosts": 2, "tensor": 2, "coordinator": "here:1", "host_index": 0}
+SECONDS = "mesh.hosts_wait_s must be more than 0, and at most 86400, got"
+
+
 @pytest.mark.parametrize(
-    "fields, problem",
+    ("fields", "problem"),
     [
         ({"hosts": -1}, "mesh.hosts must be at least 1 (0: as the cluster says), got -1"),
         ({"coordinator": "a:1"}, "mesh.coordinator=a:1 is of no use with mesh.hosts=1"),
         ({"host_index": 0}, "mesh.host_index=0 is of no use with mesh.hosts=1"),
-        (
-            {"hosts": 2, "tensor": 2, "hosts_wait_s": 0.0},
-            "mesh.hosts_wait_s must be more than 0, and at most 86400, got 0",
-        ),
-        (
-            {"hosts": 2, "tensor": 2, "hosts_wait_s": 1e10},
-            "mesh.hosts_wait_s must be more than 0, and at most 86400, got 1e+10",
-        ),
+        ({**TWO, "hosts_wait_s": 0.0}, f"{SECONDS} 0"),
+        ({**TWO, "hosts_wait_s": 1e10}, f"{SECONDS} 1e+10"),
         (
             {"hosts": 2, "tensor": 2},
             "mesh.coordinator and mesh.host_index: give them, as there is no cluster",
         ),
         ({"hosts": 0}, "mesh.coordinator and mesh.hosts and mesh.host_index: give them"),
-        (
-            {"hosts": 2, "tensor": 2, "coordinator": "here", "host_index": 0},
-            "mesh.coordinator must be HOST:PORT, got 'here'",
-        ),
-        (
-            {"hosts": 2, "tensor": 2, "coordinator": "here:0", "host_index": 0},
-            "mesh.coordinator must be HOST:PORT, got 'here:0'",
-        ),
-        (
-            {"hosts": 2, "tensor": 2, "coordinator": "here:1", "host_index": 2},
-            "mesh.host_index must be 0 to 1, got 2",
-        ),
-        (
-            {"hosts": 2, "tensor": 3, "coordinator": "here:1", "host_index": 0},
-            "mesh.tensor must be a multiple of the 2 hosts",
-        ),
+        ({**TWO, "coordinator": "here"}, "mesh.coordinator must be HOST:PORT, got 'here'"),
+        ({**TWO, "coordinator": "here:0"}, "mesh.coordinator must be HOST:PORT, got 'here:0'"),
+        ({**TWO, "host_index": 2}, "mesh.host_index must be 0 to 1, got 2"),
+        ({**TWO, "tensor": 3}, "mesh.tensor must be a multiple of the 2 hosts"),
     ],
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
