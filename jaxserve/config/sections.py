@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -304,6 +305,11 @@ class ServedModelConfig:
         _check(self, "model.dtype", self.dtype in (AUTO, *DTYPES), dtypes)
         read = self.generation_config in (AUTO, NO_DEFAULTS)
         _check(self, "model.generation_config", read, f" must be {AUTO} or {NO_DEFAULTS}")
+
+    @property
+    def served_name(self) -> str:
+        """What the model is called: as configured, else by its path or preset."""
+        return self.name or os.path.basename(self.path.rstrip("/")) or self.preset
 
 
 @dataclass(frozen=True)

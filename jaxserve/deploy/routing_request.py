@@ -8,17 +8,15 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import Config, ConfigError
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.errors import QueueFull
-from jaxserve.engine.text.detokenizer import FILE_NAME, load_tokenizer
+from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, marks_of
 from jaxserve.sched.request import MAX_N, InvalidRequest
 from jaxserve.sched.routing.fleet import RoutingRequest
@@ -72,11 +70,7 @@ class RoutingRequestBuilder:
     """
 
     def __init__(self, config: Config, secret: bytes | None = None) -> None:
-        path = Path(config.model.path).expanduser()
-        there = bool(config.model.path) and (
-            (path / FILE_NAME).is_file() or find_gguf(path) is not None
-        )
-        self._tokenizer = load_tokenizer(path if there else None)
+        self._tokenizer = load_tokenizer(config.model.path, needed=False)
         self._template = load_chat_template(config.model.path, config.server)
         self._classes = slo_classes(config.server.slo_classes)
         self._secret, self._shared = secret, config.cache.share_between_keys

@@ -168,7 +168,7 @@ def _timed_once(
     experts: tuple[int, int],
     progress: Progress,
 ) -> LinearCostModel:
-    """`timed_model`, once a process for the same steps, as `cost_model_cache` has it."""
+    """`timed_model`, once a process for the same steps, as `StartCache` has it."""
     key = tuple(wanted), padding, num_layers, experts
     if key not in _timed:
         _timed[key] = timed_model(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import os
 import time
 from collections.abc import Callable
 
 import jax
 
 from jaxserve import __version__
-from jaxserve.config import Config, ServedModelConfig
+from jaxserve.config import Config
 from jaxserve.engine.drafts.drafting import DRAFTERS
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import MIB, Recorder
@@ -20,6 +19,7 @@ from jaxserve.engine.startup.blueprint import Programs
 from jaxserve.engine.startup.choices.engine_choices import Choices
 from jaxserve.engine.startup.choices.kernel_choice import Kernels
 from jaxserve.engine.startup.initial_cost_model import InitialCostModel, find_initial_cost_model
+from jaxserve.engine.startup.start_cache import NOWHERE, StartCache
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.text.detokenizer import Tokenizer
 from jaxserve.engine.text.grammar_process import GrammarLimits
@@ -38,7 +38,7 @@ def assemble(
     tokenizer: Tokenizer,
     *,
     progress: Show = Show.NOTHING,
-    cache_dir: str = "",
+    cache: StartCache = NOWHERE,
     clock: Callable[[], float] = time.monotonic,
     block_secret: bytes | None = None,
 ) -> Engine:
@@ -50,7 +50,7 @@ def assemble(
         programs: what runs the steps.
         tokenizer: the model's.
         progress: shows the timing of the first cost model.
-        cache_dir: where that model is kept for the next start; "" for nowhere.
+        cache: where that model is kept for the next start.
         clock: seconds, for the engine and its recorder.
         block_secret: as in `build_engine`.
     """
@@ -58,7 +58,7 @@ def assemble(
     limits = chosen.scheduling.limits
     initial = find_initial_cost_model(
         config.scheduler.profile,
-        cache_dir,
+        cache,
         chosen,
         executor,
         lambda work: shown(progress, "timing", "step", work=work),
@@ -108,12 +108,6 @@ def assemble(
     return engine
 
 
-def model_name(served: ServedModelConfig) -> str:
-    """What the model is called: as configured, else by its path or preset."""
-    path = str(served.path).rstrip("/")
-    return served.name or os.path.basename(path) or served.preset
-
-
 def _info(
     config: Config,
     chosen: Choices,
@@ -124,7 +118,7 @@ def _info(
     kernels, step_model = chosen.kernels, chosen.kernels.model
     family, model = step_model.family, step_model.config
     return EngineInfo(
-        model=model_name(config.model),
+        model=config.model.served_name,
         family=family.name,
         num_params=family.num_params(model),
         num_layers=model.num_layers,

@@ -4,6 +4,7 @@ is compiled."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Iterable, Iterator
@@ -15,16 +16,15 @@ from jaxserve.config import JSON, Config, ConfigError, ServedModelConfig
 from jaxserve.engine.device.leader_executor import LeaderExecutor
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.recorder import check_path
-from jaxserve.engine.startup import compilation_cache, cost_model_cache
+from jaxserve.engine.startup import compilation_cache
 from jaxserve.engine.startup.adapters import check_adapters
-from jaxserve.engine.startup.assemble import assemble, model_name
+from jaxserve.engine.startup.assemble import assemble
 from jaxserve.engine.startup.blueprint import Blueprint, Programs, build_programs
 from jaxserve.engine.startup.choices.engine_choices import choose
-from jaxserve.engine.startup.choices.model_options import tokenizer_path
-from jaxserve.engine.startup.choices.policy_choice import for_model
 from jaxserve.engine.startup.config_errors import config_errors, first_line
 from jaxserve.engine.startup.finite_check import warn_of_overflow
 from jaxserve.engine.startup.host_group import BUILD, lead_group, share_fate
+from jaxserve.engine.startup.start_cache import StartCache, key_of
 from jaxserve.engine.startup.step_profile import Progress
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.hosts.group import Group, Starter
@@ -58,34 +58,37 @@ def build_engine(
     kept = config.engine.compilation_cache_dir
     with config_errors(), compilation_cache.gone_if_refused(kept):
         check_path(config.engine.record)
-        if rank is None:
-            if config.mesh.hosts != 1:
-                raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
-            return _build(config, progress, secret=block_secret)
-        group, free = lead_group(config, rank, starter)
+        group = free = None
+        if rank is not None:
+            group, free = lead_group(config, rank, starter)
+        elif config.mesh.hosts != 1:
+            raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
         try:
             return _build(config, progress, group, free, block_secret)
         except BaseException as error:
-            group.close(first_line(error))
+            if group is not None:
+                group.close(first_line(error))
             raise
 
 
 def _build(
     config: Config,
     progress: bool,
-    group: Group | None = None,
-    free: tuple[str, int] | None = None,
-    secret: bytes | None = None,
+    group: Group | None,
+    free: tuple[str, int] | None,
+    secret: bytes | None,
 ) -> Engine:
     """free: as in `choose`. secret: `block_secret`."""
     _check_device()
-    config = for_model(config)
     chosen = choose(config, free)
+    config = chosen.config
     model = chosen.kernels.model
-    tokenizer = load_tokenizer(tokenizer_path(config.model), model.config.vocab_size)
-    check_adapters(config.lora.adapters, chosen.kernels, model_name(config.model))
+    needed = config.model.load_format != "random"
+    tokenizer = load_tokenizer(config.model.path, model.config.vocab_size, needed=needed)
+    check_adapters(config.lora.adapters, chosen.kernels, config.model.served_name)
     cache_dir = compilation_cache.use(config.engine.compilation_cache_dir)
-    chosen = cost_model_cache.with_pool_as_before(cache_dir, chosen)
+    cache = StartCache(cache_dir, key_of(chosen))
+    chosen = dataclasses.replace(chosen, memory=cache.with_pool_as_before(chosen.memory))
     blueprint = Blueprint.from_choices(chosen, masked_sampling=tokenizer.definition() is not None)
     show = Show.where_wanted(progress, lines=config.telemetry.log_format == JSON)
     programs = _build_programs(config.model, config.mesh.tensor, blueprint, group, show)
@@ -102,7 +105,7 @@ def _build(
         programs,
         tokenizer,
         progress=show,
-        cache_dir=cache_dir,
+        cache=cache,
         block_secret=secret,
     )
     if group is not None:

@@ -7,7 +7,6 @@ would be compiled again at every start. Checksums beside the entries tell which 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -15,10 +14,10 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
+from jaxserve.engine.startup.json_file import JsonFile
 from jaxserve.writable import missing_folders, remove_empty
 
 log = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def note(directory: str) -> None:
         for entry in path.glob(ENTRIES):
             found[entry.name] = known.get(entry.name) or zlib.crc32(entry.read_bytes())
         if found != known:
-            write_kept(path / INDEX, found)
+            JsonFile(path / INDEX).write(found)
     except OSError as error:
         log.warning("%s: %s", _FIELD, error)
 
@@ -101,25 +100,9 @@ def note(directory: str) -> None:
 def _read(path: Path) -> dict[str, int]:
     """The recorded checksums; empty if there are none, or the file is not ours."""
     try:
-        return {name: int(value) for name, value in read_kept(path / INDEX).items()}
+        return {name: int(value) for name, value in JsonFile(path / INDEX).read().items()}
     except (ValueError, TypeError):
         return {}
-
-
-def read_kept(path: Path) -> dict[str, Any]:
-    """What `write_kept` has written; empty if there is nothing, or the file is not ours."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def write_kept(path: Path, content: dict[str, Any]) -> None:
-    """Writes the content atomically, even if other processes write, too. Raises OSError."""
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
 
 
 def _whole(content: bytes) -> bool:

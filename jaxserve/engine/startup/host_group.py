@@ -51,7 +51,8 @@ def lead_group(
     """Connects the group and starts JAX over all of it. starter: as in `gather`. Returns the group,
     and the device with the least free memory on any host: its name, and the free bytes. Raises
     GroupError."""
-    channels = gather(rank, host_profile(config, rank), starter)
+    profile = host_profile(config, rank)
+    channels = gather(rank, profile, starter)
     with reserved_address(rank) as address:
         group = Group(channels, address)
         try:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxserve.engine.device.executor import Executor
-from jaxserve.engine.startup import cost_model_cache
 from jaxserve.engine.startup.choices.engine_choices import Choices
 from jaxserve.engine.startup.choices.model_options import experts_of
+from jaxserve.engine.startup.start_cache import StartCache
 from jaxserve.engine.startup.step_profile import Progress, shapes, timed_model
 from jaxserve.engine.startup.step_timer import StepTimer
-from jaxserve.sched.cost.cost_model import LinearCostModel
+from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class InitialCostModel:
 
 def find_initial_cost_model(
     profile: str,
-    cache_dir: str,
+    cache: StartCache,
     chosen: Choices,
     executor: Executor,
     progress: Progress = iter,
@@ -42,43 +42,40 @@ def find_initial_cost_model(
 
     Args:
         profile: `scheduler.profile`.
-        cache_dir: where models are kept; "" for nowhere.
+        cache: where models are kept.
         chosen: what was decided from the configuration.
         executor: warm, and not serving anything yet. Steps are timed on it.
         progress: wraps the list of steps to time.
     """
     if chosen.profile is not None:
         return _with_rho(chosen.profile.cost_model, chosen, f"profile {Path(profile).name}")
-    key = cost_model_cache.key_of(chosen)
     served = chosen.kernels.model.config
     num_layers, experts = served.num_layers, experts_of(served)
-    known = cost_model_cache.find(cache_dir, key)
-    beside = executor.copies_beside
-    if known is not None:
-        model = LinearCostModel(
-            known,
-            num_layers,
-            overlapped=beside,
-            num_experts=experts[0],
-            experts_per_token=experts[1],
+
+    def measure() -> Coefficients:
+        timer = StepTimer(executor, chosen.memory.num_blocks, served.vocab_size)
+        limits = chosen.scheduling.limits
+        wanted = shapes(
+            timer.padding,
+            max_rows=limits.max_rows,
+            max_prefill=limits.max_prefill_tokens,
+            max_len=chosen.kernels.model.max_len,
+            hidden=chosen.kernels.model.hidden_read is not None,
+            swaps=chosen.moves_cache,
         )
-        return _with_rho(model, chosen, "kept from an earlier start")
-    timer = StepTimer(executor, chosen.memory.num_blocks, served.vocab_size)
-    limits = chosen.scheduling.limits
-    wanted = shapes(
-        timer.padding,
-        max_rows=limits.max_rows,
-        max_prefill=limits.max_prefill_tokens,
-        max_len=chosen.kernels.model.max_len,
-        hidden=chosen.kernels.model.hidden_read is not None,
-        swaps=chosen.moves_cache,
+        return timed_model(
+            timer.seconds, wanted, timer.padding, num_layers, experts=experts, progress=progress
+        ).coefficients
+
+    coefficients, kept = cache.coefficients(measure)
+    model = LinearCostModel(
+        coefficients,
+        num_layers,
+        overlapped=executor.copies_beside,  # timed one way after the other
+        num_experts=experts[0],
+        experts_per_token=experts[1],
     )
-    model = timed_model(
-        timer.seconds, wanted, timer.padding, num_layers, experts=experts, progress=progress
-    )
-    model = dataclasses.replace(model, overlapped=beside)  # timed one way after the other
-    cost_model_cache.keep(cache_dir, key, model.coefficients)
-    return _with_rho(model, chosen, "timed at the start")
+    return _with_rho(model, chosen, "kept from an earlier start" if kept else "timed at the start")
 
 
 def _with_rho(model: LinearCostModel, chosen: Choices, source: str) -> InitialCostModel:

@@ -233,16 +233,29 @@ class NullTokenizer:
         return None
 
 
-def load_tokenizer(path: str | Path | None, vocab_size: int | None = None) -> Tokenizer:
+def load_tokenizer(
+    path: str | Path | None, vocab_size: int | None = None, *, needed: bool = True
+) -> Tokenizer:
     """The tokenizer of a checkpoint directory (its tokenizer.json), of such a file itself, or of a
-    GGUF file; a NullTokenizer for None or "". Raises ConfigError if the file is missing or
-    unreadable, or is another model's: its ids go beyond vocab_size."""
+    GGUF file; a NullTokenizer for None or "".
+
+    Args:
+        path: the directory or file.
+        vocab_size: the model's; None for any.
+        needed: whether it must be there. Random weights generate noise without one, too.
+
+    Raises:
+        ConfigError: if the file is missing or unreadable, or is another model's: its ids go beyond
+            vocab_size.
+    """
     if not path:
         return NullTokenizer()
     gguf = find_gguf(path)
     file = gguf or Path(path).expanduser()
     if file.is_dir():
         file = file / FILE_NAME
+    if not needed and not file.is_file():
+        return NullTokenizer()
     if not os.path.lexists(file):
         raise ConfigError(
             f"model.path: there is no {file}; a checkpoint needs its tokenizer in that form "

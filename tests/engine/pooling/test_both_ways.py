@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 from jaxserve.config import Config, ConfigError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason
-from jaxserve.engine.startup.choices.policy_choice import for_model
+from jaxserve.engine.startup.choices.model_options import for_model
 from jaxserve.models.dense import sequence_logits
 from jaxserve.models.registry import family_for
 from jaxserve.sched.request import InvalidRequest, PoolingParams, PoolingType
@@ -117,13 +117,14 @@ def test_texts_are_refused(embedder: Engine) -> None:
 def test_policies_that_compute_prompts_in_parts_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, hf_config("qwen2") | FIELDS)
     given = Config().with_fields(model__path=str(tmp_path))
-    made = for_model(given)
+    model = load_config(str(tmp_path))[1]
+    made = for_model(given, model)
     assert (made.scheduler.policy, made.cache.prefix_caching) == ("vllm", False)
     assert made.engine.max_model_len == min(64, made.scheduler.max_batch_tokens)
     with pytest.raises(ConfigError, match="computes prompts in parts"):
-        for_model(given.with_fields(scheduler__policy="sarathi"))
+        for_model(given.with_fields(scheduler__policy="sarathi"), model)
     orca = given.with_fields(scheduler__policy="orca", engine__max_model_len=32)
-    assert for_model(orca) == orca.with_fields(cache__prefix_caching=False)
+    assert for_model(orca, model) == orca.with_fields(cache__prefix_caching=False)
 
 
 def test_what_is_refused_by_name() -> None:

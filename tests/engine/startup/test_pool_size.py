@@ -21,7 +21,7 @@ from jaxserve.engine.startup.choices.pool_size import (
     pool_blocks,
     pool_room,
 )
-from jaxserve.engine.startup.cost_model_cache import POOLS, with_pool_as_before
+from jaxserve.engine.startup.start_cache import POOLS, StartCache, key_of
 from jaxserve.models.base import Experts
 from jaxserve.weights import load_config, load_preset
 from tests.engine.harness import SAMPLING, engine, generate, prompts
@@ -123,7 +123,8 @@ def test_a_start_with_less_memory_decides_for_those_after_it(
 
     def blocks(mib: int, **given: float) -> int:
         chosen = choose(config.with_fields(**given), ("this host", mib << 20))
-        return with_pool_as_before(str(tmp_path), chosen).memory.allocated_blocks
+        cache = StartCache(str(tmp_path), key_of(chosen))
+        return cache.with_pool_as_before(chosen.memory).allocated_blocks
 
     assert [blocks(m) for m in (30, 31, 8, 12, 16)] == [512, 512, 128, 128, 128]
     assert blocks(30) == 512, "that much is worth it"

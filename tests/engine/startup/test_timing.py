@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.device import cache_moves
-from jaxserve.engine.startup import compilation_cache, cost_model_cache
+from jaxserve.engine.startup import compilation_cache
 from jaxserve.engine.startup.choices import policy_choice
+from jaxserve.engine.startup.start_cache import NOWHERE, TIMING, StartCache
 from jaxserve.engine.startup.step_profile import shapes, timed_model
 from jaxserve.engine.startup.step_timer import Shape
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
@@ -118,26 +119,23 @@ def test_many_small_shapes_are_worth_more_than_one_that_takes_all_the_time() -> 
 
 
 def test_it_is_kept_by_what_it_depends_on(tmp_path: Path) -> None:
-    folder = str(tmp_path / "cache")
+    folder = tmp_path / "cache"
+    a, b = (StartCache(str(folder), {"model": model}) for model in "ab")
     one, two = TRUE.coefficients, HIDDEN
-    assert cost_model_cache.find(folder, {"model": "a"}) is None
-    cost_model_cache.keep(folder, {"model": "a"}, one)
-    cost_model_cache.keep(folder, {"model": "b"}, two)
-    assert cost_model_cache.find(folder, {"model": "a"}) == one
-    assert cost_model_cache.find(folder, {"model": "b"}) == two
-    assert cost_model_cache.find(folder, {"model": "c"}) is None
-    for broken in ("[broken", '["a"]', '{"a": {"speed": 1}}', '{"a": 1}'):
-        (Path(folder) / cost_model_cache.TIMING).write_text(broken)
-        assert cost_model_cache.find(folder, {"model": "a"}) is None
-    cost_model_cache.keep(folder, {"model": "a"}, two)
-    assert cost_model_cache.find(folder, {"model": "a"}) == two
-    assert len(json.loads((Path(folder) / cost_model_cache.TIMING).read_text())) == 2
+    assert a.coefficients(lambda: one) == (one, False)
+    assert b.coefficients(lambda: two) == (two, False)
+    assert (a.coefficients(lambda: two), b.coefficients(lambda: one)) == ((one, True), (two, True))
+    name = next(iter(json.loads((folder / TIMING).read_text())))
+    for broken in ("[broken", '["a"]', json.dumps({name: {"speed": 1}}), json.dumps({name: 1})):
+        (folder / TIMING).write_text(broken)
+        assert a.coefficients(lambda: two) == (two, False)
+    assert a.coefficients(lambda: one) == (two, True)
 
 
 def test_nothing_is_kept_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cost_model_cache.keep("", {"model": "a"}, TRUE.coefficients)
-    assert cost_model_cache.find("", {"model": "a"}) is None
+    for _ in range(2):
+        assert NOWHERE.coefficients(lambda: HIDDEN) == (HIDDEN, False)
     assert not list(tmp_path.iterdir())
 
 
@@ -146,9 +144,9 @@ def test_where_nothing_can_be_written_it_is_said(
 ) -> None:
     file = tmp_path / "no-folder"
     file.write_text("")
-    cost_model_cache.keep(str(file / "cache"), {"model": "a"}, TRUE.coefficients)
+    cache = StartCache(str(file / "cache"), {"model": "a"})
+    assert cache.coefficients(lambda: HIDDEN) == (HIDDEN, False)
     assert "nothing can be kept" in caplog.text
-    assert cost_model_cache.find(str(file / "cache"), {"model": "a"}) is None
 
 
 def test_an_engine_times_steps_once(

@@ -32,6 +32,8 @@ from jaxserve.engine.startup.choices.model_options import (
     choose_dtype,
     choose_model,
     experts_of,
+    for_model,
+    load_shape,
 )
 from jaxserve.engine.startup.choices.policy_choice import Scheduling, choose_policy
 from jaxserve.engine.startup.choices.pool_size import most_held
@@ -50,6 +52,7 @@ class Choices:
     """Everything decided before anything is loaded or compiled.
 
     Attributes:
+        config: the configuration, changed where the model needs it.
         scheduling: who is served, in which batches.
         kernels: in which dtypes and with which kernels the model runs.
         memory: the shapes of steps, and the memory of caches.
@@ -58,6 +61,7 @@ class Choices:
         sampling_defaults: as in `EngineInfo`.
     """
 
+    config: Config
     scheduling: Scheduling
     kernels: Kernels
     memory: Memory
@@ -84,7 +88,9 @@ def choose(config: Config, free: tuple[str, int] | None = None) -> Choices:
     """
     if config.lora.slots and jax.process_count() > 1:
         raise ConfigError("lora: adapters are not served over several hosts (mesh.hosts)")
-    model = choose_model(config.model, config.engine.max_model_len, config.mesh.tensor)
+    shape = load_shape(config.model)
+    config = for_model(config, shape[1])
+    model = choose_model(shape, config.engine.max_model_len, config.mesh.tensor)
     scheduling = choose_policy(config.scheduler, config.cache.block_size, model.max_len)
     choose_rest = functools.partial(_choose_rest, config, model, scheduling, free)
     if config.cache.hidden_read != AUTO or config.cache.rho != AUTO:
@@ -132,6 +138,7 @@ def _choose_rest(
                 f"measure it with a policy that plans them and cache.hidden_read={read}"
             )
     return Choices(
+        config=config,
         scheduling=scheduling,
         kernels=kernels,
         memory=memory,

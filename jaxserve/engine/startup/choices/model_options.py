@@ -4,7 +4,6 @@ longest request, its devices, and how hidden caches are read."""
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.checkpoint_files import find_gguf
-from jaxserve.config import AUTO, ConfigError, LoraConfig, ServedModelConfig
+from jaxserve.config import (
+    AUTO,
+    Config,
+    ConfigError,
+    LoraConfig,
+    SchedulerConfig,
+    ServedModelConfig,
+)
 from jaxserve.engine.device.sampling_state import MAX_EOS
-from jaxserve.engine.text.detokenizer import FILE_NAME
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, with_quantization, with_wide_head
 from jaxserve.models.lora import LoraSlots, adapter_bytes, adapter_specs, projections
@@ -25,10 +29,12 @@ from jaxserve.models.quantized import Quantization
 from jaxserve.sched.cache.cache_kinds import ABSORBED, default_hidden_read, why_no_hidden_caches
 from jaxserve.sched.cost.cost_model_fit import NO_EXPERTS
 from jaxserve.sched.policy import Policy
+from jaxserve.sched.registry import make_policy
 from jaxserve.weights import checkpoint_dtype, load_config, load_preset
 
 log = logging.getLogger(__name__)
 
+Shape = tuple[Family, ModelConfig, dict[str, Any]]  # family, config, Hugging Face's config
 INSTRUCTIONS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})  # Linux's names, x86 and Arm
 
 
@@ -53,15 +59,39 @@ class ServedModel:
     max_len: int
 
 
-def choose_model(served: ServedModelConfig, max_model_len: int, tensor: int) -> ServedModel:
-    """The model and its devices. max_model_len: `engine.max_model_len`. tensor: `mesh.tensor`.
-    Raises ConfigError, and as `load_shape`."""
-    family, model, hf = load_shape(served)
+def for_model(config: Config, model: ModelConfig) -> Config:
+    """The configuration as the model needs it. One whose tokens see those behind them needs prompts
+    that are computed in one step, and finds no prefixes: with more behind it, none is the same."""
+    if model.causal:
+        return config
+    fields: dict[str, Any] = {"cache__prefix_caching": False}
+    if config.scheduler.policy == SchedulerConfig().policy:
+        fields["scheduler__policy"] = "vllm"
+    elif make_policy(config.scheduler.policy, **config.scheduler.params).chunked:
+        raise ConfigError(
+            f"scheduler.policy={config.scheduler.policy} computes prompts in parts, and this "
+            "model's tokens see those behind them (is_causal in its config.json); take vllm"
+        )
+    if not config.engine.max_model_len:
+        longest = min(model.max_position, config.scheduler.max_batch_tokens)
+        fields["engine__max_model_len"] = longest
+    log.info(
+        "tokens of this model see those behind them: it makes vectors only, of whole prompts, with "
+        "scheduler.policy=%s and without prefix caching",
+        fields.get("scheduler__policy", config.scheduler.policy),
+    )
+    return config.with_fields(**fields)
+
+
+def choose_model(shape: Shape, max_model_len: int, tensor: int) -> ServedModel:
+    """The model and its devices. shape: of `load_shape`. max_model_len: `engine.max_model_len`.
+    tensor: `mesh.tensor`. Raises ConfigError."""
+    family, model, hf = shape
     _check_ends(model)
-    sharding.check_tensor(model, tensor)
-    mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     max_len = choose_max_len(max_model_len, model)
     model = model.for_length(max_len)
+    sharding.check_tensor(model, tensor)
+    mesh = sharding.make_mesh(tensor) if tensor > 1 else None
     for costs in (kept_behind_windows(model, max_len), cached_whole(model)):
         if costs is not None:
             log.info("%s", costs)
@@ -70,7 +100,7 @@ def choose_model(served: ServedModelConfig, max_model_len: int, tensor: int) -> 
     )
 
 
-def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
+def load_shape(served: ServedModelConfig) -> Shape:
     """The family, the model's config and its Hugging Face config, from the checkpoint, or from a
     preset for random weights. Raises ConfigError if neither is named, or the weights cannot be
     quantised as configured; CheckpointError if it cannot be read."""
@@ -89,7 +119,7 @@ def load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str
     return family, model if on_cpu else with_wide_head(family, model), hf
 
 
-def _load_shape(served: ServedModelConfig) -> tuple[Family, ModelConfig, dict[str, Any]]:
+def _load_shape(served: ServedModelConfig) -> Shape:
     if served.path:
         return load_config(served.path)
     if served.load_format != "random":
@@ -108,14 +138,6 @@ def _check_ends(model: ModelConfig) -> None:
         raise ConfigError(
             f"the checkpoint has {count} end-of-sequence ids; at most {MAX_EOS} can be served"
         )
-
-
-def tokenizer_path(served: ServedModelConfig) -> str | None:
-    """The directory, or GGUF file, to load a tokenizer from. None for random weights without one,
-    which generate noise anyway."""
-    path = os.path.expanduser(served.path)
-    there = os.path.isfile(os.path.join(path, FILE_NAME)) or find_gguf(path) is not None
-    return path if there or served.load_format != "random" else None
 
 
 def choose_dtype(

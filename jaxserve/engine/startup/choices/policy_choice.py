@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import Any
 
-from jaxserve.config import Config, ConfigError, SchedulerConfig
-from jaxserve.engine.startup.choices.model_options import load_shape
+from jaxserve.config import ConfigError, SchedulerConfig
 from jaxserve.engine.startup.choices.pool_size import GIB, choose_block_size
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import request_bytes
-
-log = logging.getLogger(__name__)
 
 TABLES_GIB = 1  # of host memory, for what is kept of the requests
 
@@ -43,31 +38,6 @@ def choose_policy(config: SchedulerConfig, block_size: int, max_len: int) -> Sch
     scheduling = Scheduling(policy, config.policy, limits, choose_block_size(block_size))
     _check_tables(config.max_queue, scheduling, max_len)
     return scheduling
-
-
-def for_model(config: Config) -> Config:
-    """The configuration as the model needs it. One whose tokens see those behind them needs prompts
-    that are computed in one step, and finds no prefixes: with more behind it, none is the same."""
-    model = load_shape(config.model)[1]
-    if model.causal:
-        return config
-    fields: dict[str, Any] = {"cache__prefix_caching": False}
-    if config.scheduler.policy == SchedulerConfig().policy:
-        fields["scheduler__policy"] = "vllm"
-    elif make_policy(config.scheduler.policy, **config.scheduler.params).chunked:
-        raise ConfigError(
-            f"scheduler.policy={config.scheduler.policy} computes prompts in parts, and this "
-            "model's tokens see those behind them (is_causal in its config.json); take vllm"
-        )
-    if not config.engine.max_model_len:
-        longest = min(model.max_position, config.scheduler.max_batch_tokens)
-        fields["engine__max_model_len"] = longest
-    log.info(
-        "tokens of this model see those behind them: it makes vectors only, of whole prompts, with "
-        "scheduler.policy=%s and without prefix caching",
-        fields.get("scheduler__policy", config.scheduler.policy),
-    )
-    return config.with_fields(**fields)
 
 
 def _policy(config: SchedulerConfig) -> Policy:
