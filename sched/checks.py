@@ -1,6 +1,6 @@
-"""Whether a plan can be booked: checked before anything is, so that a refused plan changes nothing.
+"""Checks a plan before anything is booked, so that a refused plan changes nothing.
 
-Operations are gone through in order over a copy of the columns that they change.
+The checks go through operations in order, on a copy of the columns that they change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxserve.sched.state.request_table import RUNNING, WAITING
 
 def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     """Raises InvalidPlan if the pool, the host memory or the limits do not allow the plan.
-    moves_cache: `Policy.moves_cache`; without it such operations are not allowed."""
+    moves_cache: `Policy.moves_cache`; without it, operations that move caches are not allowed."""
     moving = any(isinstance(op, Copy | Checkpoint | Restore) for op in plan.operations)
     _demand(moves_cache or not moving, "a policy without moves_cache moves caches")
     hidden = plan.kinds == HIDDEN
@@ -76,7 +76,7 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
 
 
 def _check_drafts(plan: BatchPlan, view: View, all_known: np.ndarray) -> None:
-    """all_known: which rows compute all that is known of them."""
+    """all_known: which rows compute all of their known tokens."""
     table, drafts, rows = view.table, plan.drafts, plan.rows
     assert drafts is not None
     _demand(((drafts >= 0) & (drafts <= table.offered[rows])).all(), "more drafts than there are")
@@ -101,9 +101,9 @@ def _check_given_up(rows: np.ndarray, view: View) -> None:
 
 
 class _After:
-    """What the operations so far have made of the columns, and of who holds which block where any
-    may have two holders. lost: rows that have lost all of their cache; changed: those that any
-    operation has touched; known: blocks a plane that each has had since before the plan."""
+    """The columns after the operations so far, and the holders of each block if any block may have
+    two. lost: rows that have lost all of their cache; changed: rows that an operation has touched;
+    known: blocks per plane that each row has had since before the plan."""
 
     def __init__(self, plan: BatchPlan, view: View) -> None:
         self.plan, self.view = plan, view
@@ -127,14 +127,14 @@ class _After:
         self.free = self.pool.num_free
         self.host_free = self.host.num_free
         self.holders = len(self.table.in_state(RUNNING))
-        self._segments: dict[int, dict[int, Segment]] = {}  # of a row, by first token
+        self._segments: dict[int, dict[int, Segment]] = {}  # by row, then by first token
         if cache is not None:
             self._pin(cache, finds)
 
     def _pin(self, cache: PrefixCache, rows: np.ndarray) -> None:
-        """These start and read what they find, before any operation."""
+        """Makes the starting rows read what they find, before any operation."""
         for row in rows.tolist():
-            chain = [page for page in cache.chain(row) if page.ids]  # the others take new blocks
+            chain = [page for page in cache.chain(row) if page.ids]  # others take new blocks
             for index, page in enumerate(chain):
                 ids, side = list(page.ids), cache.side(row)
                 alone = not self.refs[ids[0]]
@@ -201,7 +201,7 @@ class _After:
             self.changed[row] = True
         for row, ids in before:
             self._give_back(row, ids)
-            # A V block that it has got from `ProjectToKV` in this plan is nobody else's.
+            # A V block that comes from `ProjectToKV` in this plan has no other holder.
             self.free += int(self.pool.blocks_for(1, self.kind[row])) - len(ids)
 
     def checkpoint(self, op: Checkpoint) -> None:
@@ -244,18 +244,19 @@ class _After:
             else:
                 on = first == self.computed[row]
                 _demand(on, "a checkpoint is restored that does not go on where the cache ends")
-                # `cap` counts what a block has from its beginning: a hole before this has no place.
+                # `cap` counts a block's tokens from its beginning, so an earlier hole must be
+                # filled first.
                 filled = not first % size or self.cap[row, first // size] == size
                 _demand(filled, "what is missing in a block is not restored in order")
                 self._extend(row, segment)
             self.changed[row] = True
             self.host_free += segment.slots
-        # Those who leave the slots later in this plan would take along what has come back.
+        # A row that leaves its slots later in this plan would take restored tokens along.
         clear = self.apart(op.rows[:0], op.rows[:0])
         _demand(clear, "a checkpoint is restored over what the other owner of a block still has")
 
     def _fill(self, row: int, segment: Segment) -> None:
-        """A hole in the row's cache is no more."""
+        """Fills a hole in the row's cache."""
         size = self.pool.block_size
         index = np.arange(segment.first // size, blocks_a_plane(segment.end, size))
         on = self.cap[row, index[0]] == segment.first - index[0] * size
@@ -266,7 +267,7 @@ class _After:
             self.cap[row, index[-1]] = left
 
     def _extend(self, row: int, segment: Segment) -> None:
-        """The row's cache goes on with what was on the host."""
+        """Appends tokens from the host to the row's cache."""
         one, tokens = np.array([row]), np.array([segment.end])
         need = self.pool.needed(one, tokens, self.kind[one], self.held, self.kind)
         self._take(int(need[0]))
@@ -289,8 +290,8 @@ class _After:
         self.changed[row] = True
 
     def owned(self, rows: np.ndarray, first: np.ndarray, end: np.ndarray) -> bool:
-        """Whether each row may write its tokens from first[i] to end[i] (not included): whether the
-        blocks that it has for them are its own at its end, or have been copied."""
+        """Whether each row may write its tokens from first[i] to end[i] (exclusive): whether the
+        row owns their blocks on its side, or they have been copied."""
         if not self.shares:
             return True
         pool, index = self.pool, first // self.pool.block_size
@@ -299,7 +300,7 @@ class _After:
             rows, index, last = rows[inside], index[inside], last[inside]
             ids, side = pool.tables[rows, :, index], self.direction[rows, None]
             ok = (self.refs[ids] == 1) | (self.owners[ids, side] == rows[:, None])
-            ok[:, 1] |= pool.kind[rows] == HIDDEN  # no such plane
+            ok[:, 1] |= pool.kind[rows] == HIDDEN  # hidden caches have no second plane
             bad = ~ok.all(axis=1)
             pairs = zip(rows[bad].tolist(), index[bad].tolist(), strict=True)
             if not all(pair in self.copied for pair in pairs):
@@ -308,7 +309,7 @@ class _After:
         return True
 
     def whole(self, rows: np.ndarray) -> bool:
-        """Whether nothing of what these rows have cached is on the host."""
+        """Whether no cached token of these rows is on the host."""
         if not (self.host.num_used or self._segments):
             return True
         touched = np.isin(rows, list(self._segments)) | (self.host.tokens[rows] > 0)
@@ -318,8 +319,8 @@ class _After:
         )
 
     def apart(self, rows: np.ndarray, end: np.ndarray) -> bool:
-        """Whether, in every block that two rows fill, what they have there fits, once these rows
-        have cached so many tokens."""
+        """Whether the tokens of both owners fit into every block that two rows fill, once these
+        rows have cached tokens up to `end`."""
         if not self.shares:
             return True
         ids = np.flatnonzero((self.owners != NOBODY).all(axis=1))
@@ -339,7 +340,8 @@ class _After:
         return self._segments[row]
 
     def _cut(self, row: int, keep: int) -> None:
-        """What the row has on the host beyond `keep` tokens goes, but for what goes on there."""
+        """Drops what the row has on the host beyond `keep` tokens, except segments that continue
+        there."""
         mine = self._on_host(row)
         for segment in sorted(mine.values(), key=lambda s: s.first):
             inside = segment.first < keep < segment.end
@@ -365,7 +367,7 @@ class _After:
 
 
 def _start_of(plan: BatchPlan, at: int) -> tuple[CacheKind, Direction]:
-    """Kind and direction in which the plan's row number `at` starts."""
+    """Kind and direction with which the plan's row number `at` starts."""
     side = Direction.LEFT if plan.directions is None else Direction(int(plan.directions[at]))
     return CacheKind(int(plan.kinds[at])), side
 

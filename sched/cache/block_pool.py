@@ -29,26 +29,26 @@ class BlockPool:
     """The block allocator: which of `max_owners` rows holds which of `num_blocks` blocks.
 
     Args:
-        num_blocks: Of the pool.
-        block_size: Tokens of a block.
+        num_blocks: Blocks in the pool.
+        block_size: Tokens per block.
         max_owners: Rows of the request table.
-        width: The most blocks of a row in one plane.
-        cache: What full blocks hold, so that they are found again; None for no reuse.
+        width: Most blocks of a row in one plane.
+        cache: Prefix cache that knows full blocks, so that they are reused; None for no reuse.
 
     Attributes:
         tables: int32 [max_owners, 2, width]; [row, 0] are the row's K (or hidden) blocks in order,
             [row, 1] its V blocks. Entries past `held[row]` are stale.
-        held: int64 [max_owners], blocks a plane.
-        kind, direction: int8 [max_owners] of `CacheKind` and `Direction`; KV and LEFT for rows
-            without cache, but for those that wait the kind of what they would find.
-        cap: int16 [max_owners, width], the most tokens that each of a row's blocks has on the
-            device: block_size, or fewer where the last ones are on the host (BROS section 5.2).
-        owners: int32 [blocks, 2], of blocks that have been out: [:, Direction] is the row that
-            fills the block from that side, or NOBODY.
-        at: int32 [blocks, 2], which of that row's blocks it is; stale without an owner.
-        mirrored: int64 [max_owners], for who copies tables: the first so many blocks a plane of a
-            row's table are as the copy has them. Only the copier raises it.
-        refs: int32 [blocks], rows that hold it.
+        held: int64 [max_owners], blocks per plane.
+        kind, direction: int8 [max_owners] of `CacheKind` and `Direction`. Rows without a cache have
+            KV and LEFT; a waiting row has the kind of the prefix that it would find.
+        cap: int16 [max_owners, width], most tokens that each of a row's blocks has on the device:
+            block_size, or fewer if its last tokens are on the host (BROS section 5.2).
+        owners: int32 [blocks, 2], for all blocks used so far: [:, Direction] is the row that fills
+            the block from that side, or NOBODY.
+        at: int32 [blocks, 2], index of the block among the owner's blocks; stale without an owner.
+        mirrored: int64 [max_owners], for a copier of the tables: leading blocks per plane of a
+            row's table that are up to date in the copy. Only the copier raises it.
+        refs: int32 [blocks], number of rows that hold the block.
         num_shared: Blocks that several rows hold.
     """
 
@@ -72,17 +72,16 @@ class BlockPool:
         self.owners = np.zeros((0, 2), np.int32)
         self.at = np.zeros((0, 2), np.int32)
         self.refs = np.zeros(0, np.int32)
-        self._rows = np.zeros(0, np.int64)  # by block: sum of those who hold it, so who the last is
+        self._rows = np.zeros(0, np.int64)  # by block: sum of its holders, so the last is known
         self.num_shared = 0
         self._free = FreeBlocks(num_blocks)
-        self._hidden = False  # whether anybody has ever had a hidden cache
+        self._hidden = False  # whether any row has ever had a hidden cache
         self._reading = np.zeros(max_owners, np.int64)  # by row, see `_read`
-        self._stale = False  # whether some block has become one of several, or of one
+        self._stale = False  # whether a block has become shared, or stopped being shared
 
     @property
     def num_free(self) -> int:
-        """Blocks that an allocation may take, those included that are known and that nobody
-        reads."""
+        """Blocks that an allocation may take, including cached blocks that nobody reads."""
         return self._free.count + (0 if self.cache is None else self.cache.num_unread)
 
     @property
@@ -103,33 +102,33 @@ class BlockPool:
 
     @property
     def pool_tokens(self) -> int:
-        """Tokens that the pool holds with K and V."""
+        """Tokens that the pool has room for as K and V."""
         return tokens_in(self.num_blocks, self.block_size)
 
     def as_tokens(self, blocks: Any) -> Any:
-        """Tokens whose K and V would fit into so many blocks, numbers or arrays: a measure of
+        """Tokens whose K and V would fit into this many blocks; numbers or arrays. A measure of
         memory that does not depend on the kind of cache."""
         return blocks * self.block_size // int(PLANES[KV])
 
     def blocks_for(self, tokens: Any, kind: Any = CacheKind.KV) -> Any:
-        """Blocks that a cache of so many tokens takes; numbers or arrays."""
+        """Blocks that a cache of this many tokens takes; numbers or arrays."""
         return blocks_for(tokens, self.block_size, kind)
 
     def blocks_held(self, rows: np.ndarray | int) -> np.ndarray:
-        """Blocks that a row, or each of several, holds in all planes, those it shares included."""
+        """Blocks that each row holds in all planes, shared ones included; one row or several."""
         return np.asarray(self.held[rows] * PLANES[self.kind[rows]])
 
     def private(self, rows: np.ndarray | int) -> np.ndarray:
-        """Blocks that nobody but the row, or each of several, holds: what would be free if it alone
-        were released."""
+        """Blocks that only the row holds: they would become free if it alone were released. One row
+        or several."""
         return np.asarray(self._private[rows])
 
     def sharing(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows hold a block that another one holds, too, or would if it started, bool [n]."""
+        """Which rows hold a block that another row holds, too, or would if it started, bool [n]."""
         return np.asarray(self.private(rows) < self.blocks_held(rows)) | self.is_found(rows)
 
     def is_found(self, rows: np.ndarray) -> np.ndarray:
-        """Which rows hold a block that somebody who waits finds, bool [n]."""
+        """Which rows hold a block that a waiting row would find, bool [n]."""
         if self.cache is None or not len(self.cache):
             return np.zeros(len(rows), bool)
         return np.isin(self.tables[rows, 0, 0], self.cache.first_found())
@@ -156,9 +155,9 @@ class BlockPool:
         Args:
             rows: int64 [n].
             tokens: int64 [n], cache tokens to have room for in all.
-            kinds: int64 [n], `CacheKind` that each is to have.
-            held: By row, instead of the pool's own, to ask about the state after some operations.
-            kind: The same of `kind`.
+            kinds: int64 [n], `CacheKind` that each cache is to have.
+            held: By row, in place of the pool's own, to ask about the state after some operations.
+            kind: By row, in place of the pool's own.
 
         Returns:
             int64 [n].
@@ -171,9 +170,9 @@ class BlockPool:
         return np.asarray(new)
 
     def _read(self, rows: np.ndarray) -> np.ndarray:
-        """Blocks a plane that each of these would find if it started, and that take no free ones,
-        int64 [n]: those that several read. What one row alone reads is as good as free, since that
-        row may be preempted for it."""
+        """Blocks per plane that each row would find if it started, and that take no free blocks,
+        int64 [n]: only those with several readers. A block that a single row reads counts as free,
+        since that row may be preempted."""
         cache = self.cache
         if cache is None:
             return np.zeros(len(rows), np.int64)
@@ -184,7 +183,7 @@ class BlockPool:
             ends = cache.ends if self._stale else {c[-1] for c in map(cache.chain, moved) if c}
             for end in ends:
                 rows_of = [*end.finders]
-                # Whoever reads one reads all before it.
+                # A row that reads a page reads all pages before it.
                 several = bisect.bisect_left(cache.chain(rows_of[0]), True, key=self._is_of_one)
                 self._reading[rows_of] = several
             self._stale = False
@@ -195,8 +194,8 @@ class BlockPool:
         return not page.ids or bool(self.refs[page.ids[0]] < 2)
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
-        """Where the row's cached tokens [first, end) lie, plane by plane, int32 [planes * (end -
-        first), 2]: (block, slot)."""
+        """Where the row's cached tokens [first, end) are stored, plane by plane, int32 [planes *
+        (end - first), 2]: (block, slot)."""
         index, offset = np.divmod(np.arange(first, end), self.block_size)
         if self.direction[row] == RIGHT:
             offset = self.block_size - 1 - offset
@@ -205,7 +204,8 @@ class BlockPool:
         return np.stack([blocks, slots], axis=-1).reshape(-1, 2).astype(np.int32)
 
     def slots_of_all(self, *ranges: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-        """`slots_of` rows, first and end, int64 [n] each: how many each has, and all of them."""
+        """`slots_of` for rows, first and end, int64 [n] each: the number of each row, and all
+        slots."""
         each = [self.slots_of(*one) for one in zip(*(c.tolist() for c in ranges), strict=True)]
         return tuple(map(len, each)), np.concatenate(each)
 
@@ -223,30 +223,30 @@ class BlockPool:
         """Makes room for owners up to `rows`."""
         tables = np.zeros((rows, *self.tables.shape[1:]), np.int32)
         holding = np.flatnonzero(self.held)
-        tables[holding] = self.tables[holding]  # the others' pages are never touched
+        tables[holding] = self.tables[holding]  # pages of other owners are never touched
         self.tables = tables
         none = dict.fromkeys(("held", "_private", "_reading", "mirrored"), 0)
         grow_columns(self, rows, cap=self.block_size, kind=KV, direction=LEFT, **none)
 
     def open_cache(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:
-        """Starts an empty cache for the row. ValueError if it has one."""
+        """Starts an empty cache for the row. ValueError if it already has one."""
         self.open_caches(np.array([row]), kind, direction)
 
     def open_caches(self, rows: np.ndarray, kinds: Any, directions: Any = LEFT) -> None:
         """Starts an empty cache for each of the rows; one kind and direction for all, or arrays
-        [n]. ValueError if one of them has one."""
+        [n]. ValueError if a row already has one."""
         if np.count_nonzero(self.held[rows]):
             raise ValueError(f"row {rows[self.held[rows] > 0][0]} still holds blocks")
         self.kind[rows], self.direction[rows] = kinds, directions
         self._hidden = self._hidden or bool(np.count_nonzero(kinds))
 
     def grow(self, row: int, tokens: int) -> None:
-        """Makes room for `tokens` tokens in all. Raises as `grow_all`."""
+        """Makes room for `tokens` tokens in total. Raises the errors of `grow_all`."""
         self.grow_all(np.array([row]), np.array([tokens]))
 
     def grow_all(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Makes room for tokens[i] tokens in all in each of the rows, which are different.
-        OutOfBlocks, or ValueError if a row would be wider than a table."""
+        """Makes room for tokens[i] tokens in total in each of the rows, which are distinct.
+        OutOfBlocks, or ValueError if a row would exceed the width of a table."""
         have, want = self.held[rows], blocks_a_plane(tokens, self.block_size)
         short = want > have
         if not (count := np.count_nonzero(short)):
@@ -261,7 +261,8 @@ class BlockPool:
         self._private[rows] += (want - have) * PLANES[self.kind[rows]]
 
     def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
-        """Allocates blocks for rows that have `have` a plane, up to `want`. OutOfBlocks."""
+        """Allocates blocks for rows that have `have` blocks per plane, up to `want`.
+        OutOfBlocks."""
         kinds = self.kind[rows]
         if np.add.reduce(want - have) == len(rows) and not np.count_nonzero(kinds):
             two = np.repeat(rows, 2)  # one block of K and one of V each
@@ -276,9 +277,9 @@ class BlockPool:
         self.tables[owner, each % of, at] = self._take(owner, self.direction[owner], at)
 
     def project_to_kv(self, rows: np.ndarray) -> None:
-        """Makes KV caches of the hidden ones of these rows, which are different: their blocks
-        become K blocks, and each row gets as many V blocks. OutOfBlocks, or ValueError where there
-        is no hidden cache or where it shares blocks."""
+        """Turns the hidden caches of these rows, which are distinct, into KV caches: their blocks
+        become K blocks, and each row gets as many V blocks. OutOfBlocks, or ValueError if a row has
+        no hidden cache or shares its blocks."""
         for row in rows.tolist():
             self.check_projects(row)
         counts = self.held[rows]
@@ -292,7 +293,8 @@ class BlockPool:
 
     def check_projects(self, row: int, refs: np.ndarray | None = None) -> None:
         """ValueError if the row has no hidden cache of its own that could become K and V. refs:
-        holders by block, instead of the pool's own: what would be after some operations."""
+        holders by block, in place of the pool's own, to ask about the state after some
+        operations."""
         if self.kind[row] != HIDDEN:
             raise ValueError(f"row {row} has no hidden cache")
         if ((self.refs if refs is None else refs)[self.blocks_of(row)] != 1).any():
@@ -322,19 +324,19 @@ class BlockPool:
         """Checks that a row can join these blocks from its side.
 
         Args:
-            row: For messages.
+            row: For error messages.
             blocks: int [k, planes].
-            kind: Of the row's cache.
+            kind: Kind of the row's cache.
             side: The end that the row fills.
-            held: Blocks a plane that it has already.
-            owners: [blocks, 2], instead of the pool's own.
+            held: Blocks per plane that the row already has.
+            owners: [blocks, 2], in place of the pool's own.
 
         Returns:
             The blocks as an array [k, planes].
 
         Raises:
-            ValueError: A block's end is taken, or the block is free or a shared prefix; or they are
-                too many, not distinct, or of another shape.
+            ValueError: The end of a block is taken, a block is free or a shared prefix, or the
+                blocks are too many, not distinct or of another shape.
         """
         owners = self.owners if owners is None else owners
         planes, blocks = int(PLANES[kind]), np.asarray(blocks)
@@ -351,9 +353,9 @@ class BlockPool:
         return blocks
 
     def share(self, row: int, pages: Sequence[Page], side: int = LEFT) -> None:
-        """Lets `row`, which must be empty, read these pages, in order, which were filled from that
-        side. Nobody writes to blocks that several read: they have no owner. ValueError if the row
-        holds blocks, or they are too many."""
+        """Lets `row`, which must be empty, read these pages in order; they were filled from that
+        side. Blocks with several readers have no owner, so nobody writes to them. ValueError if the
+        row holds blocks, or there are too many pages."""
         if self.held[row]:
             raise ValueError(f"row {row} still holds blocks")
         if len(pages) > self.width:
@@ -368,21 +370,21 @@ class BlockPool:
         alone = self.refs[ids] == 0
         self._share(ids.ravel(), row)
         self.owners[ids] = NOBODY
-        self.owners[ids[alone], side] = row  # as if it had filled them itself
+        self.owners[ids[alone], side] = row  # as if the row had filled them itself
         self.at[ids[alone], side] = np.broadcast_to(np.arange(len(pages)), ids.shape)[alone]
         self.held[row] = len(pages)
 
     def register(self, row: int, index: int, *, swap: bool = True) -> bool:
-        """The row's block of that number is full: it is found from now on, if its key is known.
+        """Adds the row's full block of that index to the prefix cache, if its key is known.
 
         Args:
             row: The row.
-            index: Number of the block.
-            swap: Whether the row gives its block back where another one holds the same tokens, and
-                reads that instead. It must not while a step is to write to it.
+            index: Index of the block.
+            swap: Whether the row may give its block back if another block holds the same tokens,
+            and read that one. Not allowed while a step is going to write to it.
 
         Returns:
-            False if the same is known elsewhere, or what comes before it is.
+            False if the same block, or the one before it, is known under another id.
         """
         cache = self.cache
         assert cache is not None
@@ -412,7 +414,7 @@ class BlockPool:
             cache.read(page, row)
             self._share(ids, row)
             self.owners[ids] = NOBODY
-            self.owners[ids[unread], self.direction[row]] = row  # as if it had filled them
+            self.owners[ids[unread], self.direction[row]] = row  # as if the row had filled them
             self.at[ids[unread], self.direction[row]] = index
             self.tables[row, : len(ids), index] = ids
             self.mirrored[row] = min(self.mirrored[row], index)
@@ -420,12 +422,12 @@ class BlockPool:
         return swap
 
     def forget_all(self) -> None:
-        """Nothing that has been computed so far will be found."""
+        """Forgets all known blocks; none will be found again."""
         assert self.cache is not None
         self._free.push(np.array(self.cache.clear(), np.int32))
 
     def forget(self, ids: np.ndarray) -> None:
-        """What these blocks hold is about to change, or will not be found any more."""
+        """Forgets these blocks, whose content is about to change or must not be found any more."""
         if self.cache is None:
             return
         for block in ids.tolist():
@@ -434,17 +436,17 @@ class BlockPool:
                 self._free.push(np.array(self.cache.forget(page), np.int32))
 
     def copy_all(self, rows: np.ndarray, index: np.ndarray, computed: np.ndarray) -> np.ndarray:
-        """Gives each row a free block in place of one that it holds. Other rows may keep the old
-        one.
+        """Gives each row a free block in place of one that it holds; other rows may keep the old
+        block.
 
         Args:
             rows: int64 [n].
-            index: int64 [n], which of the row's blocks to replace.
+            index: int64 [n], index of the row's block to replace.
             computed: int64 by row, cached tokens.
 
         Returns:
-            What to copy, int32 [m, 4]: (source block, slot, target block, slot). No target block is
-            a source.
+            Copies to make, int32 [m, 4]: (source block, slot, target block, slot). No target block
+            is also a source.
 
         Raises:
             OutOfBlocks: There are too few free blocks.
@@ -472,22 +474,22 @@ class BlockPool:
         return np.concatenate(moved)
 
     def filled(self, ids: np.ndarray, side: int, computed: np.ndarray) -> np.ndarray:
-        """Tokens in each of the blocks of the row that fills it from that side, int64 [n]; 0
-        without one. computed: int64 by row, cached tokens."""
+        """Tokens in each block that were filled by its owner on that side, int64 [n]; 0 without an
+        owner. computed: int64 by row, cached tokens."""
         rows, at = self.owners[ids, side], self.at[ids, side]
         tokens = computed[rows] - at.astype(np.int64) * self.block_size
         there = np.minimum(tokens, self.cap[rows, at])
         return np.where(rows == NOBODY, 0, np.maximum(there, 0))
 
     def lose(self, row: int, first: int, end: int) -> None:
-        """Marks the row's tokens [first, end) as missing; they are the last that it has in their
+        """Marks the row's tokens [first, end) as missing; they are the last ones in their
         blocks."""
         index = np.arange(first // self.block_size, blocks_a_plane(end, self.block_size))
         self.forget(self.tables[row, 0, index])
         self.cap[row, index] = np.maximum(first - index * self.block_size, 0)
 
     def regain(self, row: int, first: int, end: int, computed: int) -> None:
-        """Marks the row's tokens [first, end), which `lose` had marked, as there again.
+        """Marks the row's tokens [first, end), which were marked by `lose`, as present again.
 
         Args:
             row: The row.
@@ -502,7 +504,7 @@ class BlockPool:
             self.cap[row, index[-1]] = left
 
     def truncate(self, row: int, tokens: int) -> None:
-        """Gives back what the row holds beyond room for its first `tokens` tokens."""
+        """Gives back the blocks that the row does not need for its first `tokens` tokens."""
         stay, held = blocks_a_plane(tokens, self.block_size), int(self.held[row])
         if stay > held:
             return
@@ -511,13 +513,13 @@ class BlockPool:
             self.held[row] = stay
             self.mirrored[row] = min(self.mirrored[row], stay)
             self.cap[row, stay:held] = self.block_size
-        if tokens % self.block_size:  # the rest of that block is written once more
+        if tokens % self.block_size:  # the rest of that block will be written again
             self.forget(self.tables[row, :1, stay - 1])
         if stay and tokens - (stay - 1) * self.block_size <= self.cap[row, stay - 1]:
-            self.cap[row, stay - 1] = self.block_size  # what was missing there is none of it
+            self.cap[row, stay - 1] = self.block_size  # nothing is missing there any more
 
     def release(self, row: int) -> None:
-        """Gives back all that the row holds; blocks that others still read or fill stay."""
+        """Gives back all blocks of the row; blocks that other rows read or fill stay in use."""
         if held := self.held[row]:
             self._let_go(self.blocks_of(row).ravel(), row, int(self.direction[row]))
             self.cap[row, :held] = self.block_size
@@ -525,12 +527,12 @@ class BlockPool:
         self.kind[row], self.direction[row] = KV, LEFT
 
     def release_all(self, rows: np.ndarray) -> None:
-        """Each of the rows, one after the other, gives back all that it holds."""
+        """Releases each of the rows, one after the other."""
         for row in rows.tolist():
             self.release(row)
 
     def _share(self, ids: np.ndarray, row: int) -> None:
-        """The row, too, holds these blocks."""
+        """Adds the row to the holders of these blocks."""
         refs = self.refs[ids]
         alone = self._rows[ids[refs == 1]]
         self.num_shared += len(alone)
@@ -541,7 +543,7 @@ class BlockPool:
         self._rows[ids] += row
 
     def _let_go(self, ids: np.ndarray, row: int, side: int) -> None:
-        """The row, which fills from that side, no longer holds these blocks."""
+        """Removes the row, which fills from that side, from the holders of these blocks."""
         if not self.num_shared:
             self.refs[ids], self._rows[ids], self.owners[ids, side] = 0, 0, NOBODY
             self._private[row] -= len(ids)
@@ -560,8 +562,8 @@ class BlockPool:
         self._give_back(free)
 
     def _own_again(self, ids: np.ndarray) -> None:
-        """These blocks have one holder left. Who alone still reads a page is as if it had filled
-        it, also where it is found no longer."""
+        """Makes the last holder of these blocks their owner, as if it had filled them. This
+        includes blocks that the prefix cache no longer knows."""
         for block in ids[(self.owners[ids] == NOBODY).all(axis=1)].tolist():
             row = int(self._rows[block])
             self.owners[block, self.direction[row]] = row
@@ -574,14 +576,14 @@ class BlockPool:
             self.at[block, self.direction[row]] = at
 
     def _give_back(self, ids: np.ndarray) -> None:
-        """Nobody holds these blocks any more. What is known stays until its room is wanted."""
+        """Frees blocks without holders. Known blocks stay until their room is needed."""
         if self.cache is not None and len(self.cache):
             ids = np.array(self.cache.release_readers(ids.tolist()), np.int32)
         self._free.push(ids)
 
     def _take(self, rows: np.ndarray, sides: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """A free block for each of these rows, as often as it is named, now its own: number at[i]
-        of its blocks, which it fills from sides[i]. OutOfBlocks."""
+        """Takes a free block for each entry of `rows`, as the row's block number at[i], filled from
+        sides[i]. OutOfBlocks."""
         lacking = len(rows) - self._free.count
         if lacking > 0 and self.cache is not None and lacking <= self.cache.num_unread:
             self._free.push(np.array(self.cache.evict(lacking), np.int32))

@@ -1,7 +1,7 @@
-"""What a request keeps in its cache blocks, who may keep hidden vectors there, and from which end
-blocks are filled.
+"""What a request keeps in its cache blocks, which models may keep hidden vectors there, and from
+which end blocks are filled.
 
-The values are those of `jaxserve.pallas_kernels.batch`, which knows nobody above it.
+The values equal those of `jaxserve.pallas_kernels.batch`, which does not import this package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Direction(enum.IntEnum):
     RIGHT = 1
 
 
-# Looking a member up in an enum takes longer than the comparison it is for.
+# Looking up a member of an enum takes longer than the comparison that needs it.
 KV, HIDDEN = map(int, CacheKind)
 LEFT, RIGHT = map(int, Direction)
 
@@ -62,9 +62,9 @@ def why_no_hidden_caches(d_model: int, num_heads: int, kv_heads: int, head_dim: 
 
 
 def default_hidden_read(*, rotary: bool) -> str:
-    """How hidden caches are read unless told otherwise. Keys that are rotated by position cannot
-    have Wk folded into the query."""
+    """How hidden caches are read by default. Wk cannot be folded into the query if keys are rotated
+    by position."""
     return PROJECTED if rotary else ABSORBED
 
 
-NOBODY = -1  # where a row might be: no request
+NOBODY = -1  # in place of a row: no request

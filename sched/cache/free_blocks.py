@@ -1,4 +1,4 @@
-"""Which block ids are free: those given back last go out first, then those never used."""
+"""Which block ids are free. Ids given back last are taken first, then ids never used."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ class OutOfBlocks(RuntimeError):
 
 
 class FreeBlocks:
-    """The free ones of ids 0 to num_blocks - 1. A simulated pool may be practically unlimited, so
-    only ids that were ever used take memory.
+    """The free ids among 0 to num_blocks - 1. Only ids that were ever used take memory, since a
+    simulated pool may be practically unlimited.
 
     Attributes:
-        num_blocks: Of the pool.
+        num_blocks: Blocks of the pool.
         count: Free ids.
-        fresh: Ids from here on have never been used.
+        fresh: Ids from this one on have never been used.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.count = num_blocks
         self.fresh = 0
-        self._stack = np.zeros(0, np.int32)  # given back: [:_top]
+        self._stack = np.zeros(0, np.int32)  # ids given back: [:_top]
         self._top = 0
 
     def pop(self, total: int) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Pages of the prefix cache that are in host memory: its second level.
 
-A page that leaves the pool comes here if that is worth it, and is found behind those that are in
-the pool still. Who starts with it has it copied back, and what is in the pool again is not here.
+A page that leaves the pool is copied here if that is worth it, and is then found behind pages that
+are still in the pool. A request that starts with such a page has it copied back; a page that is
+back in the pool is no longer kept here.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from jaxserve.sched.cache.pages import Page
 
 
 class HostPages:
-    """Which pages are in host memory. Ends of prompts come first, so each goes before those that
-    come before it. They have the room that checkpoints leave, and tenants share it as the pool.
+    """The pages in host memory. The ends of prompts are dropped first, so a page goes before the
+    pages that precede it. Pages get the room that checkpoints leave; tenants share it like the
+    pool.
 
     Args:
-        memory: Holds checkpoints, too.
-        slots: Of a page.
-        worth_from: Says how many pages have to come before one for copying it there and back to
-            take no longer than computing it.
+        memory: Host memory, which also holds checkpoints.
+        slots: Slots of a page.
+        worth_from: Returns the depth from which copying a page there and back takes no longer than
+        computing it again.
 
     Attributes:
-        least_depth: What `worth_from` said last.
-        tenants: Who has used pages, and when.
+        least_depth: The last result of `worth_from`.
+        tenants: Which tenants have used pages, and when.
     """
 
     def __init__(self, memory: HostMemory, slots: int, worth_from: Callable[[], float]) -> None:
@@ -33,30 +35,31 @@ class HostPages:
         self.least_depth = 0.0
         self.tenants = Tenants()
         self._pages, self._count = PageShares(self.tenants), 0
-        self._new: dict[Page, tuple[int, ...]] = {}  # since `take_new`, in these blocks
+        self._new: dict[Page, tuple[int, ...]] = {}  # since `take_new`, and their blocks
         self._dropped: list[int] = []
 
     def __len__(self) -> int:
         return self._count
 
     def look(self) -> None:
-        """Asks anew from which depth on pages are worth it, unless some have come since the last
-        step."""
+        """Asks again from which depth on pages are worth keeping, unless pages have come since the
+        last step."""
         if not self._new:
             self.least_depth = self._worth_from()
 
     def keeps(self, page: Page) -> bool:
-        """Whether a page that leaves the pool should come here: deep ones are dearer to compute,
-        and those that are here already are worth nothing without it."""
+        """Whether a page that leaves the pool should be kept here: either deep ones, which cost
+        more to compute, or one that pages already here depend on."""
         return bool(page.after) or page.depth >= self.least_depth
 
     def pays(self, here: int, found: int) -> bool:
-        """Whether it pays to copy those pages back that are found behind `here` others, up to
-        `found` in all: the mean of them is deep enough."""
+        """Whether it pays to copy back the pages after the first `here` pages of a prefix, up to
+        `found` in total: whether their mean depth is large enough."""
         return here + found - 1 >= 2 * self.least_depth
 
     def put(self, page: Page, ids: tuple[int, ...]) -> None:
-        """The page has left these blocks, which hold it until the next step, and comes here."""
+        """Keeps the page, which has left these blocks; they hold its content until the next
+        step."""
         self._new[page] = ids
         page.host = self._memory.new_key()
         self._pages.add(page)
@@ -64,7 +67,7 @@ class HostPages:
         self._count += 1
 
     def drop(self, page: Page) -> None:
-        """The page is no longer here, if it was."""
+        """Drops the page if it is kept here."""
         if page.host is None:
             return
         self._pages.remove(page)
@@ -75,17 +78,17 @@ class HostPages:
         page.host = None
 
     def surplus(self) -> Page | None:
-        """The next page to go, if there is no room for all of them."""
+        """The next page to drop if there is no room for all of them."""
         if self._count * self._slots <= self._memory.num_free:
             return None
         return self._pages.next_page(lambda pages: next(iter(pages)))
 
     def take_new(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Those that have come since the last call: their keys, and their blocks."""
+        """Keys and blocks of the pages that have come since the last call."""
         new, self._new = self._new, {}
         return [(page.host, ids) for page, ids in new.items() if page.host is not None]
 
     def take_dropped(self) -> list[int]:
-        """Keys of those that were copied here and are no longer wanted, since the last call."""
+        """Keys of pages that were dropped since the last call, after they had been copied here."""
         keys, self._dropped = self._dropped, []
         return keys

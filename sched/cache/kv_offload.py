@@ -21,11 +21,11 @@ class Segment(NamedTuple):
     """Tokens [first, end) of a request's cache that are in host memory.
 
     Attributes:
-        key: Unique for ever.
+        key: Unique, never reused.
         first: First token.
         end: Token after the last.
-        kind: Of the cache.
-        direction: From which side the request fills its blocks.
+        kind: Kind of the cache.
+        direction: Side from which the request fills its blocks.
     """
 
     key: int
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots that it takes; a slot holds one plane of a token."""
+        """Slots that the segment takes; a slot holds one plane of a token."""
         return int(slots_for(self.end - self.first, self.kind))
 
 
@@ -44,16 +44,16 @@ class HostMemory:
     """The segments in host memory, by row of the request table.
 
     Args:
-        capacity: Slots, of one plane each.
-        rows: Of the request table.
+        capacity: Slots, each in one plane.
+        rows: Rows of the request table.
 
     Attributes:
-        tokens: int64 [rows], tokens of each row that are here. Those below what the row has
-            computed are missing from its cache until they are restored.
-        kind: int8 [rows], `CacheKind` of each row's tokens here; stale where there are none.
+        tokens: int64 [rows], tokens of each row that are in host memory. Those below the row's
+            computed tokens are missing from its cache until they are restored.
+        kind: int8 [rows], `CacheKind` of each row's tokens in host memory; stale if there are none.
         num_used: Slots in use.
-        num_saved, num_restored: Slots copied here and back since the start.
-        num_full: Preemptions so far that lost tokens because there was no room here.
+        num_saved, num_restored: Slots copied to the host and back since the start.
+        num_full: Preemptions so far that lost tokens because host memory was full.
     """
 
     def __init__(self, capacity: int = 0, rows: int = 0) -> None:
@@ -62,7 +62,7 @@ class HostMemory:
         self.num_saved = self.num_restored = self.num_full = 0
         self.tokens = np.zeros(rows, np.int64)
         self.kind = np.zeros(rows, np.int8)
-        # Most rows have one segment, if any: a column each. Those of the others are in lists.
+        # Most rows have at most one segment, stored as columns. Rows with several have lists.
         self._one = np.zeros(rows, _SEGMENT)
         self._several: dict[int, list[Segment]] = {}
         self._next_key = 0
@@ -74,7 +74,7 @@ class HostMemory:
 
     @property
     def num_free(self) -> int:
-        """Slots in no use."""
+        """Unused slots."""
         return self.capacity - self.num_used
 
     def segments(self, row: int) -> tuple[Segment, ...]:
@@ -93,7 +93,7 @@ class HostMemory:
         """Adds a segment for each of these rows.
 
         Args:
-            rows: int64 [n]; a row may come several times.
+            rows: int64 [n]; a row may occur several times.
             first: int64 [n], first token of each.
             end: int64 [n], token after the last.
             kinds: int [n], `CacheKind` of each.
@@ -103,7 +103,8 @@ class HostMemory:
             Their keys, int64 [n].
 
         Raises:
-            ValueError: There is no room, or some of the tokens are here already; nothing is added.
+            ValueError: There is no room, or some of the tokens are already on the host; nothing is
+                added.
         """
         slots = int(slots_for(end - first, kinds).sum())
         if slots > self.num_free:
@@ -123,7 +124,7 @@ class HostMemory:
         return np.asarray(keys)
 
     def new_key(self) -> int:
-        """A key for what is no segment of a row's."""
+        """A key for an entry that is not a segment of a row."""
         self._next_key += 1
         return self._next_key - 1
 
@@ -139,8 +140,9 @@ class HostMemory:
         self._several |= lists
 
     def restore(self, rows: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Removes the rows' segments that begin at these tokens, which go back to the pool. Returns
-        records [n] of key, first, end, kind and side. KeyError if there is no such segment."""
+        """Removes the rows' segments that begin at these tokens, since they go back to the pool.
+        Returns records [n] of key, first, end, kind and side. KeyError if a segment does not
+        exist."""
         found = self._one[rows]
         sole = (self.tokens[rows] > 0) & (found["first"] == first)
         for i in np.flatnonzero(~sole | self._is_among_several(rows)).tolist():
@@ -153,8 +155,8 @@ class HostMemory:
         return found
 
     def keep_chains(self, rows: np.ndarray, first: np.ndarray) -> None:
-        """Drops each row's segments from token first[i] on, except those that continue from there
-        without a gap. The rows are distinct."""
+        """Drops each row's segments from token first[i] on, except for a gapless chain of segments
+        that starts there. The rows are distinct."""
         if not self.num_used:
             return
         among = self._is_among_several(rows)
@@ -170,11 +172,12 @@ class HostMemory:
     def note_losses(
         self, rows: np.ndarray, first: np.ndarray, end: np.ndarray, kinds: np.ndarray
     ) -> None:
-        """Counts in `num_full` the preempted rows that lose tokens for which there is no room here.
+        """Counts in `num_full` the preempted rows that lose tokens because there is no room on the
+        host.
 
         Args:
             rows: int64 [n].
-            first: int64 [n]; cached tokens [first, end) are lost unless they are here.
+            first: int64 [n]; cached tokens [first, end) are lost unless they are on the host.
             end: int64 [n].
             kinds: int [n], `CacheKind` of each.
         """
@@ -216,8 +219,8 @@ class HostMemory:
         return keys
 
     def drop_again(self, keys: Sequence[int]) -> None:
-        """Makes `take_dropped` return these keys once more, since their contents were not freed
-        after all."""
+        """Makes `take_dropped` return these keys again, since their contents were not freed after
+        all."""
         self._dropped += keys
 
 

@@ -1,10 +1,10 @@
-"""Whose pages are in the prefix cache, and who loses the next one.
+"""Which tenant owns each page of the prefix cache, and which tenant loses the next page.
 
-A page counts for the tenant that has filled or read it last, also while somebody reads it. The
-tenant with the most blocks for its weight loses first, so nobody loses any while another one has
-more than it for its weight, and what one leaves, others use. A page that only pages of others are
-behind goes to one of them instead. A tenant that has used none for a while has no share to keep:
-others would be left with a part of the cache for nothing.
+A page belongs to the tenant that filled or read it last, even while it is being read. The tenant
+with the most blocks relative to its weight loses a page first. So no tenant loses pages while
+another has more for its weight, and tenants may use what others leave. A page that only other
+tenants' pages follow is passed on to one of them instead. A tenant that has not used any page for a
+while has no share: otherwise part of the cache would be lost to the others for nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from itertools import chain
 from jaxserve.sched.cache.pages import Page
 
 IDLE = 600.0  # seconds without a use after which a tenant has no share
-_LOOK = IDLE / 10  # how often that is looked at
+_LOOK = IDLE / 10  # seconds between checks for idle tenants
 
 
 class Tenants:
-    """What is known of tenants, by number.
+    """Weights of tenants and when they last used pages, by tenant number.
 
     Attributes:
         now: Seconds.
-        weight: Of each that has come.
-        used: When each last used a page.
+        weight: Weight of each known tenant.
+        used: When each tenant last used a page.
     """
 
     def __init__(self) -> None:
@@ -35,23 +35,24 @@ class Tenants:
         self.used: dict[int, float] = {}
 
     def use(self, tenant: int) -> None:
-        """The tenant uses pages now."""
+        """Records that the tenant uses pages now."""
         self.used[tenant] = self.now
 
     def is_idle(self, tenant: int) -> bool:
-        """Whether it has used none for a while."""
+        """Whether the tenant has not used any page for a while."""
         return self.now - self.used.get(tenant, -math.inf) > IDLE
 
 
 class PageShares:
-    """The pages of one level of the cache that may go, by tenant, and how much each has there."""
+    """The evictable pages of one level of the cache, by tenant, and how many blocks each tenant
+    has."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._pages: dict[int, dict[Page, None]] = {}  # none is empty
-        self._has: dict[int, int] = {}  # blocks, those of pages included that may not go
-        self._most: list[tuple[float, int]] = []  # a heap: negative, at least what a tenant has
-        self._listed: dict[int, float] = {}  # what counts of it, by tenant
+        self._pages: dict[int, dict[Page, None]] = {}  # without empty dicts
+        self._has: dict[int, int] = {}  # blocks, including those of pages that cannot be evicted
+        self._most: list[tuple[float, int]] = []  # heap of negative bounds of tenants' values
+        self._listed: dict[int, float] = {}  # by tenant, its valid entry in the heap
         self._idle: dict[int, None] = {}
         self._next_look = -math.inf
 
@@ -65,7 +66,7 @@ class PageShares:
         return bool(self._pages)
 
     def count(self, tenant: int, blocks: int) -> None:
-        """The tenant has so many blocks more, or fewer."""
+        """Adds this many blocks to the tenant's, or removes them if negative."""
         has = self._has.get(tenant, 0) + blocks
         self._has[tenant] = has
         if not has:
@@ -78,7 +79,7 @@ class PageShares:
         return self._has.get(tenant, 0)
 
     def add(self, page: Page) -> None:
-        """The page may go, after all others of its tenant that may."""
+        """Makes the page evictable, after all other evictable pages of its tenant."""
         pages = self._pages.get(page.tenant)
         if pages is None:
             pages = self._pages[page.tenant] = {}
@@ -86,25 +87,25 @@ class PageShares:
         pages[page] = None
 
     def remove(self, page: Page) -> None:
-        """The page, which might go, has gone, or may not any more."""
+        """Removes an evictable page, which was evicted or is in use again."""
         pages = self._pages[page.tenant]
         del pages[page]
         if not pages:
             del self._pages[page.tenant]
 
     def first(self) -> dict[Page, None]:
-        """Those that may go of the tenant that loses first, in order; there must be some."""
+        """Evictable pages of the tenant that loses first, in order; there must be some."""
         if len(self._pages) == 1:
             return next(iter(self._pages.values()))
         return self._pages[self._loser()]
 
     def next_page(self, first: Callable[[dict[Page, None]], Page]) -> Page:
-        """The next page to go; there must be some. None behind it may go. Where tenants share a
-        beginning, a page that only pages of others are behind is theirs from now on: what they use
-        does not go with it.
+        """The next page to evict; there must be some. No page behind it is evictable. If tenants
+        share a prefix, a page that only other tenants' pages follow is passed on to one of them,
+        since evicting it would evict their pages, too.
 
         Args:
-            first: Says which of a tenant's pages goes first, of those in order.
+            first: Chooses the page to evict first from a tenant's pages in order.
         """
         while True:
             page = end = first(self.first())
@@ -115,9 +116,9 @@ class PageShares:
             self._pass_on(page, end.tenant)
 
     def _pass_on(self, page: Page, heir: int) -> None:
-        """The page is another tenant's, which has pages behind it, and so is what is before it as
-        far as its own tenant has more for its weight. Each page of the new tenant still goes
-        before those that come before it."""
+        """Passes the page on to a tenant that has pages behind it, and also the pages before it as
+        long as their tenant has more for its weight. The new tenant's pages still go in order, each
+        before those that precede it."""
         tenant, before = page.tenant, page
         while True:
             more = before is page or self._value(tenant) > self._value(heir)

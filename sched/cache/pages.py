@@ -1,4 +1,4 @@
-"""Pages: full blocks that can be found again, and how they follow each other."""
+"""Pages: full blocks that can be found again, linked in the order of their tokens."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from typing import Any
 
 
 class Page:
-    """A block of K and one of V that are known, or one of hidden vectors.
+    """A known block of K and one of V, or one block of hidden vectors.
 
     Attributes:
-        kind: `CacheKind` of what it holds.
-        key: Of its tokens and all before them, with its kind and the side from which it was filled.
-        ids: Of its blocks; none while it is in host memory, and once it is forgotten.
-        host: Its key in host memory; None where it is not there.
-        before: The page of the tokens before; None for the first.
-        depth: How many pages come before it.
-        after: The pages right behind it.
-        finders: Rows that wait and would find it, and none behind it.
-        note: What retention knows of it.
-        tenant: Whose it is: who has filled or read it last.
+        kind: `CacheKind` of its content.
+        key: Key of its tokens and all tokens before them, with the kind and the side from which it
+        was filled.
+        ids: Ids of its blocks; empty while it is in host memory, and once it is forgotten.
+        host: Its key in host memory; None if it is not there.
+        before: The page of the preceding tokens; None for the first.
+        depth: Number of pages before it.
+        after: The pages directly behind it.
+        finders: Waiting rows whose prefix ends with this page.
+        note: Data that the retention policy keeps for it.
+        tenant: The tenant that filled or read it last.
     """
 
     __slots__ = (
@@ -43,5 +44,5 @@ class Page:
 
     @property
     def is_bare(self) -> bool:
-        """Whether none behind it is in the pool."""
+        """Whether no page behind it is in the pool."""
         return not any(page.ids for page in self.after)

@@ -1,4 +1,4 @@
-"""What each block holds, and for which tier, as one small number: for pictures of the pool."""
+"""What each block holds, and for which tier, as a small number: for pictures of the pool."""
 
 from __future__ import annotations
 

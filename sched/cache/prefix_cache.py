@@ -1,15 +1,15 @@
-"""Full blocks that are found again: which block holds the cache of which tokens, by key.
+"""The prefix cache: finds full blocks again by the key of their tokens.
 
 A key stands for all tokens up to the end of its block (`jaxserve/engine/block_keys.py`), so blocks
-form a tree: who finds one finds all before it. A block that nobody reads stays until its room is
-wanted, and counts as free. vLLM calls this automatic prefix caching, SGLang a radix cache.
+form a tree: a request that finds one finds all before it. A block that nobody reads stays until its
+room is needed, and counts as free. vLLM calls this automatic prefix caching, SGLang a radix cache.
 
 K and V of some tokens and their hidden vectors are different pages. A row finds the longer chain of
-one kind, K and V of two that are as long, and starts with a cache of that kind.
+the two kinds, or K and V if they are equally long, and starts with a cache of that kind.
 
-Rows that wait are told what they would find (`found`), and that is kept right as blocks come and
-go: the next one that a row lacks is in `_wanted`, and the last one that it finds knows the row.
-Rows that this concerns look again once a step (`settle`), however many blocks have come and gone.
+Waiting rows know what they would find (`found`), and this is kept up to date as blocks come and go:
+`_wanted` has the next page that a row lacks, and the last page that it finds knows the row. Rows
+affected by changes look again once per step (`settle`), however many blocks have changed.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 
 _NOBODY: frozenset[int] = frozenset()
-_X = b"X"  # ends the keys of hidden vectors
+_X = b"X"  # suffix of the keys of hidden vectors
 
 
 class PrefixCache:
-    """Pages by key, and who would find them.
+    """Pages by key, and the waiting rows that would find them.
 
     Args:
-        rows: Of the request table.
-        retention: Which page goes first; None for `lru`.
-        host: Where pages of K and V go that leave the pool; None for nowhere.
-        hidden: Whether anybody has hidden caches.
+        rows: Rows of the request table.
+        retention: Chooses which page is evicted first; None for `lru`.
+        host: Host memory that takes evicted pages of K and V; None for none.
+        hidden: Whether any request has a hidden cache.
 
     Attributes:
         found: int64 by row, pages that a waiting row would find.
-        kind: int8 by row, their `CacheKind`.
+        kind: int8 by row, `CacheKind` of those pages.
         num_hidden: Pages of hidden vectors.
         num_unread: Blocks of pages that nobody reads.
-        num_evicted: Pages that made room for others and are nowhere any more, so far.
-        num_reused: Pages that were read by those who found them, so far.
-        moved: Rows that may find other pages than they did when this was last emptied.
+        num_evicted: Pages that were evicted so far and are not in host memory either.
+        num_reused: Found pages that were read so far.
+        moved: Rows that may find other pages than when this set was last emptied.
         ends: Pages with finders.
-        num_queried: int64 by tier, prompt tokens of requests with keys that have started, so far.
+        num_queried: int64 by tier, prompt tokens of started requests with keys, so far.
         num_hit: int64 by tier, those of them that were found.
         num_host_hit: int64 by tier, those of them that were in host memory.
-        hopeless: As `Retention.hopeless`.
-        tenants: Who has used pages, and when.
-        sketch: Of all pages, and of what those rows will have that have come and not ended.
+        hopeless: See `Retention.hopeless`.
+        tenants: Which tenants have used pages, and when.
+        sketch: Sketch of all pages, and of the blocks of requests that have not ended.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class PrefixCache:
         self._readers: dict[int, Reader] = {}  # by row
         self._keys: dict[int, list[bytes]] = {}  # by row
         self._sides: dict[int, int] = {}  # by row
-        self._most: dict[int, int] = {}  # by row that waits, pages that it may find
-        self._chain: dict[int, list[Page]] = {}  # by row that waits, those that it finds
+        self._most: dict[int, int] = {}  # by waiting row, pages that it may find
+        self._chain: dict[int, list[Page]] = {}  # by waiting row, pages that it finds
         self._changed: set[int] = set()
         self.moved: set[int] = set()
         self.ends: set[Page] = set()
         self._wanted: dict[bytes, set[int]] = {}
-        self._wants: dict[int, tuple[bytes, ...]] = {}  # by row that waits, and would find more
-        self._woken: set[int] = set()  # rows of which what they find may have changed
+        self._wants: dict[int, tuple[bytes, ...]] = {}  # by waiting row, keys of the next pages
+        self._woken: set[int] = set()  # rows that may find more or less than they did
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -112,15 +112,15 @@ class PrefixCache:
         tier: int = Tier.REALTIME,
         tenant: int = 0,
     ) -> None:
-        """A request has come.
+        """Adds a request.
 
         Args:
             row: Its row.
-            keys: Of the full blocks of its prompt, in order.
-            side: The side from which it fills blocks (`Direction`). Who fills them from the other
-                one has its tokens elsewhere in them, and finds none of these.
+            keys: Keys of the full blocks of its prompt, in order.
+            side: The side from which it fills blocks (`Direction`). It does not find blocks that
+            were filled from the other side, where tokens lie elsewhere.
             tier: Its tier.
-            tenant: Whose it is.
+            tenant: Its tenant.
         """
         self._readers[row] = Reader(tier, len(keys), tenant)
         self.tenants.use(tenant)
@@ -128,15 +128,15 @@ class PrefixCache:
         self.extend(row, keys)
 
     def extend(self, row: int, keys: Sequence[bytes]) -> None:
-        """The keys of its next full blocks are known."""
+        """Adds the keys of the row's next full blocks."""
         side, mine = self._sides[row], self._keys[row]
         keys = keys if side == LEFT else [key + b"R" for key in keys]
         self.sketch.add(keys, len(mine))
         mine += keys
 
     def longest(self, keys: Sequence[bytes], side: int = LEFT) -> int:
-        """How many of the blocks with these keys, in order, are there. Any thread may ask; the
-        answer may be a step old."""
+        """How many of the blocks with these keys, in order, are cached. Any thread may ask; the
+        answer may be one step old."""
         end = b"" if side == LEFT else b"R"
         found = self._length(keys, end)
         return max(found, self._length(keys, end + _X)) if self.num_hidden else found
@@ -149,7 +149,7 @@ class PrefixCache:
         return len(self._keys.get(row, ()))
 
     def knows(self, row: int) -> bool:
-        """Whether the row has come, and has not ended."""
+        """Whether the row's request was added and has not ended."""
         return row in self._keys
 
     def side(self, row: int) -> int:
@@ -157,14 +157,14 @@ class PrefixCache:
         return self._sides.get(row, int(LEFT))
 
     def watch_row(self, row: int, most: int) -> None:
-        """Looks up, now and whenever pages come or go, what a waiting row would find: at most
-        `most` pages."""
+        """Looks up what a waiting row would find, at most `most` pages, now and whenever pages
+        change."""
         if row in self._keys:
             self._most[row], self._chain[row] = min(most, len(self._keys[row])), []
             self._look(row)
 
     def claim_hit(self, row: int) -> list[Page]:
-        """Stops watching a row, which starts. Returns the pages that it finds, in order."""
+        """Stops watching a row that starts. Returns the pages that it finds, in order."""
         self.settle()
         chain = self._chain.get(row)
         if chain is None:
@@ -175,7 +175,7 @@ class PrefixCache:
         return chain
 
     def remove(self, row: int) -> None:
-        """The request has ended."""
+        """Removes a request that has ended."""
         self.claim_hit(row)
         self.hopeless.discard(row)
         self.sketch.add(self._keys.pop(row, ()), count=-1)
@@ -192,7 +192,7 @@ class PrefixCache:
         return self._chain.get(row, ())
 
     def finders(self, blocks: Iterable[int]) -> list[int]:
-        """Rows that wait and would find any of these blocks."""
+        """Waiting rows that would find any of these blocks."""
         self.settle()
         behind = [page for block in blocks if (page := self._of_block.get(block)) is not None]
         seen = dict.fromkeys(behind)
@@ -203,32 +203,31 @@ class PrefixCache:
         return [row for page in behind for row in page.finders]
 
     def first_found(self) -> list[int]:
-        """The K blocks of the first pages that those who wait find."""
+        """K blocks of the first pages that waiting rows find."""
         self.settle()
         return [chain[0].ids[0] for chain in self._chain.values() if chain and chain[0].ids]
 
     def take_changed(self) -> list[int]:
-        """Rows of which `found` has changed since the last call."""
+        """Rows whose `found` has changed since the last call."""
         self.settle()
         rows, self._changed = sorted(self._changed), set()
         return rows
 
     def settle(self) -> None:
-        """Those who wait look again, where pages have come or gone. From then on `found`, `moved`
-        and `ends` are right."""
+        """Lets waiting rows look again if pages have come or gone. Then `found`, `moved` and `ends`
+        are up to date."""
         if not self._woken:
             return
         woken, self._woken = self._woken, set()
         for row in woken & self._chain.keys():
             chain = self._chain[row]
-            while chain and not chain[-1].is_known:  # whoever is forgotten is so with all behind
+            while chain and not chain[-1].is_known:  # if a page is forgotten, so are all behind it
                 chain.pop()
             self._unlist(row)
             self._look(row)
 
     def _look(self, row: int) -> None:
-        """The row finds whatever follows what it finds already, or the other kind if that goes
-        further."""
+        """Extends what the row finds, or switches to the other kind if that is longer."""
         keys, most, chain = self._keys[row], self._most[row], self._chain[row]
         if chain and chain[0].kind == HIDDEN:
             chain = []
@@ -260,7 +259,8 @@ class PrefixCache:
             self._changed.add(row)
 
     def _unlist(self, row: int) -> None:
-        """The row no longer ends with its last page, nor waits for the next."""
+        """Removes the row from its last page's finders and from the rows that want the next
+        page."""
         if chain := self._chain[row]:
             end = chain[-1]
             end.finders.discard(row)
@@ -275,19 +275,19 @@ class PrefixCache:
     # Pages.
 
     def page(self, row: int, index: int, kind: int = KV) -> Page | None:
-        """The page of that kind with the key of the row's block of that number, if there is one."""
+        """The page of that kind for the row's block of that index, if there is one."""
         keys, end = self._keys.get(row, ()), _X if kind == HIDDEN else b""
         return self._pages.get(keys[index] + end) if index < len(keys) else None
 
     def register(self, row: int, index: int, ids: tuple[int, ...], kind: int = KV) -> Page:
-        """The row's block of that number, which it holds in these blocks, is full. Its page is not
-        in the pool, and those before it are.
+        """Adds a page for the row's full block of that index, which is in these blocks. The page
+        must not be in the pool yet, and those before it must be.
 
         Args:
             row: The row.
-            index: Number of the block.
-            ids: Where it is: a block of K and one of V, or one of hidden vectors.
-            kind: Which of both, `CacheKind`.
+            index: Index of the block.
+            ids: Its blocks: one of K and one of V, or one of hidden vectors.
+            kind: `CacheKind` of the page.
 
         Returns:
             The page.
@@ -313,12 +313,12 @@ class PrefixCache:
         return page
 
     def page_of(self, block: int) -> Page | None:
-        """The page that is in this block."""
+        """The page in this block."""
         return self._of_block.get(block)
 
     def release_readers(self, ids: Sequence[int]) -> list[int]:
-        """Nobody reads these blocks any more. Those that are known stay; the pages of one row are
-        in order, and the last goes first. Returns the ids of those that are free."""
+        """Records that nobody reads these blocks any more. Known blocks stay. The pages of one row
+        are in order, and the last is evicted first. Returns the ids of free blocks."""
         free = [block for block in ids if block not in self._of_block]
         pages = dict.fromkeys(map(self._of_block.get, ids))
         pages.pop(None, None)
@@ -329,11 +329,11 @@ class PrefixCache:
             self.tenants.use(page.tenant)
             self.retention.stay(page)
             if any(after.ids and after not in self._unread for after in page.after):
-                free += self.forget(page)  # whoever reads on has a copy of it
+                free += self.forget(page)  # readers of the children have a copy of it
         return free
 
     def read(self, page: Page, row: int) -> None:
-        """The row reads the page, which it has found."""
+        """Records that the row reads the page that it has found."""
         self._leave(page)
         self._unread.count(page.tenant, -len(page.ids))
         self._give(page, row)
@@ -341,12 +341,13 @@ class PrefixCache:
         self.retention.hit(page, self._readers[row])
 
     def _give(self, page: Page, row: int) -> None:
-        """From now on the page is the row's tenant's."""
+        """Makes the row's tenant the tenant of the page."""
         page.tenant = self._readers[row].tenant
         self.tenants.use(page.tenant)
 
     def _leave(self, page: Page) -> bool:
-        """The page is read, or goes. Returns whether nobody has read it."""
+        """Takes the page, which will be read or evicted, off the evictable ones. Returns whether it
+        was one."""
         if page not in self._unread:
             return False
         self._unread.remove(page)
@@ -355,8 +356,8 @@ class PrefixCache:
         return True
 
     def evict(self, blocks: int) -> list[int]:
-        """Takes pages that nobody reads from the pool, until so many blocks are free: to host
-        memory, or they are forgotten. Returns their ids; fewer if there are no more."""
+        """Evicts pages that nobody reads from the pool until this many blocks are free, to host
+        memory if that pays. Returns the ids; fewer if there are no more."""
         found: list[int] = []
         if self.host is not None:
             self.host.look()
@@ -371,20 +372,21 @@ class PrefixCache:
         return found
 
     def trim_host(self) -> None:
-        """Forgets pages in host memory for which there is no room."""
+        """Drops pages from host memory if there is no room for them."""
         while self.host is not None and (page := self.host.surplus()) is not None:
             self._lose(page)
 
     def _lose(self, page: Page) -> list[int]:
-        """Forgets the page, and all behind it, since others take its room."""
+        """Evicts the page and all pages behind it."""
         before = len(self._pages)
         found = self.forget(page, evicted=True)
         self.num_evicted += before - len(self._pages)
         return found
 
     def forget(self, page: Page, *, evicted: bool = False) -> list[int]:
-        """The page is no longer what it was, or is no longer to be found, and so are all behind it.
-        evicted: whether others take their room. Returns the blocks that are free by that."""
+        """Forgets the page and all pages behind it, because its content changes or must not be
+        found any more. evicted: whether it makes room for others. Returns the blocks that become
+        free."""
         found: list[int] = []
         behind = [page]
         for one in behind:
@@ -394,18 +396,18 @@ class PrefixCache:
         return found
 
     def clear(self) -> list[int]:
-        """Forgets all pages. Returns the blocks that are free by that."""
+        """Forgets all pages. Returns the blocks that become free."""
         found: list[int] = []
         for page in sorted(self._pages.values(), key=lambda page: -page.depth):
             found += self._forget(page)
         return found
 
     def pages(self) -> Iterator[Page]:
-        """All of them."""
+        """All pages."""
         return iter(self._pages.values())
 
     def _forget(self, page: Page, *, evicted: bool = False) -> list[int]:
-        """Forgets a page with none behind it. Returns its blocks, if nobody reads them."""
+        """Forgets a page with no pages behind it. Returns its blocks if nobody reads them."""
         del self._pages[page.key]
         key = page.key
         if page.kind == HIDDEN:
@@ -414,7 +416,7 @@ class PrefixCache:
         before = page.before
         if before is not None:
             before.after.remove(page)
-            if page.finders:  # they find what is before it
+            if page.finders:  # they still find the pages before it
                 if before.finders:
                     before.finders |= page.finders
                 else:
@@ -429,7 +431,7 @@ class PrefixCache:
         return found
 
     def _vacate(self, page: Page, *, evicted: bool) -> list[int]:
-        """The page is no longer in its blocks. Returns them, if nobody reads them."""
+        """Takes the page out of its blocks. Returns them if nobody reads them."""
         if not page.ids:
             return []
         for block in page.ids:

@@ -1,13 +1,13 @@
-"""What a prefix cache has, in a few kilobytes: a sketch in which routers look up how much of a
-prompt a replica would find.
+"""A sketch of a prefix cache in a few kilobytes, with which routers estimate how much of a prompt a
+replica would find.
 
-It is a Bloom filter of the keys of some blocks: of those at the depths in `MARKS`, each about a
-quarter deeper than the one before, so that a prompt of any length has few. A key is random bytes
-already, and four parts of it are its four places in the filter. Whoever looks takes the marks of a
-prompt from the first on, as far as all of their places are set. A place may be set by other keys,
-so a mark is seen that is not there with a probability of `fill ** 4`: at most 1.2%, since a sketch
-is as large as that takes, up to `PLACES` (3,300 marks; with 10,000 it is 25%). What is wrong by
-that is a prompt's next quarter: the marks before it have to be there, too.
+It is a Bloom filter of the keys of blocks at the depths in `MARKS`, each about a quarter deeper
+than the one before, so that a prompt of any length has few of them. A key consists of random bytes,
+and four parts of it are its four places in the filter. A router looks up the marks of a prompt from
+the first on, until a place is not set. A place may have been set by other keys, so a mark is
+falsely found with probability `fill ** 4`: at most 1.2%, since a sketch grows as needed for that,
+up to `PLACES` (3,300 marks; with 10,000 it is 25%). A false mark adds only the prompt's next
+quarter, since the marks before it have to be found, too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from struct import Struct
 
 import numpy as np
 
-PLACES = 1 << 15  # of the largest sketch: 4 KiB
-HASHES = 4  # places of a key
+PLACES = 1 << 15  # bits of the largest sketch: 4 KiB
+HASHES = 4  # bits per key
 KEY_BYTES = 4 * HASHES
-FULL = 0.33  # share of the places that may be set before a sketch is twice as large
+FULL = 0.33  # share of bits that may be set before a sketch doubles its size
 _LEAST = 64  # places
 _DEEPEST = 1 << 20  # blocks of a prompt
 _unpack = Struct(f"<{HASHES}I").unpack_from
@@ -46,9 +46,9 @@ def marks_of(keys: Sequence[bytes], blocks: int) -> bytes:
     """The keys of a prompt's marks, one after another.
 
     Args:
-        keys: Of its full blocks, KEY_BYTES each.
-        blocks: How many of these it may find; one less than all where it ends with a block, as
-            somebody has to compute the last token.
+        keys: Keys of its full blocks, KEY_BYTES each.
+        blocks: How many of them it may find; one less than all if it ends with a block, since the
+        last token has to be computed.
     """
     most = min(blocks, len(keys))
     return b"".join(keys[n - 1] for n in itertools.takewhile(lambda n: n <= most, MARKS))
@@ -61,18 +61,19 @@ def places_of(marks: bytes) -> np.ndarray:
 
 
 class PrefixSketch:
-    """Counts who sets each place, so that what is forgotten can be taken out. One thread changes
-    it, any thread may ask for `text`."""
+    """Counts the keys that set each place, so that keys can be removed. One thread changes it, any
+    thread may ask for `text`."""
 
     def __init__(self) -> None:
         self._counts = array.array("i", bytes(4 * PLACES))
 
     def add(self, keys: Sequence[bytes], start: int = 0, count: int = 1) -> None:
-        """Adds blocks behind each other, or takes them out.
+        """Adds consecutive blocks, or removes them.
 
         Args:
-            keys: Theirs. Those that are not of KEY_BYTES say nothing to a router and are left out.
-            start: How many blocks are before them.
+            keys: Their keys. Those that are not of KEY_BYTES are left out, since routers cannot use
+            them.
+            start: Number of blocks before them.
             count: 1, or -1 to take them out.
         """
         counts, end = self._counts, start + len(keys)
@@ -83,8 +84,8 @@ class PrefixSketch:
                     counts[place & (PLACES - 1)] += count
 
     def text(self) -> str:
-        """The filter in base64, the first place in the lowest bit of the first byte. A small one
-        is the large one folded: place p is p modulo its size."""
+        """The filter in base64, the first place in the lowest bit of the first byte. A small filter
+        is the large one folded: place p becomes p modulo its size."""
         bits = np.frombuffer(self._counts, np.int32) > 0
         while len(bits) > _LEAST:
             half = bits[: len(bits) // 2] | bits[len(bits) // 2 :]

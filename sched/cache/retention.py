@@ -1,7 +1,7 @@
-"""Which of the known pages that nobody reads goes first when room is wanted.
+"""Which of the known pages that nobody reads is evicted first when room is needed.
 
-A page goes only when none behind it is left, so prompts shrink from their ends. Which tenant loses
-one is decided before, in `page_shares.py`.
+A page is evicted only after all pages behind it, so prompts shrink from their ends. Which tenant
+loses a page is decided before, in `page_shares.py`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from jaxserve.sched.request import Tier
 
 LRU = "lru"
-# Seconds that it takes to compute each page again, float64 [n], by how many come before it, [n].
+# Seconds to compute each page again, float64 [n], given the number of pages before it, [n].
 Seconds = Callable[[np.ndarray], np.ndarray]
 
 
 class Reader:
-    """A request, as whoever fills or reads pages.
+    """A request, as the filler or reader of pages.
 
     Attributes:
         tier: Its tier.
         prompt_pages: Full blocks of its prompt.
-        tenant: Whose it is.
+        tenant: Its tenant.
     """
 
     __slots__ = ("prompt_pages", "tenant", "tier")
@@ -38,13 +38,13 @@ class Reader:
 
 
 class Retention:
-    """Retention `lru`, as vLLM has it: what was read last stays longest, the beginnings of prompts
-    longer than their ends. Others derive from it, and are told what becomes of pages.
+    """Retention `lru`, as in vLLM: pages read last stay longest, and the beginnings of prompts
+    longer than their ends. Other policies derive from it and override the hooks on pages.
 
     Attributes:
-        now: Seconds, at the last plan.
-        seconds: What a page saves. None where nothing is known of it.
-        hopeless: Rows that are given up: they will not meet their targets (`Outlook`).
+        now: Time of the last plan, in seconds.
+        seconds: Seconds that a page saves. None if unknown.
+        hopeless: Rows that are given up, since they will miss their targets (`Outlook`).
     """
 
     now: float = 0.0
@@ -52,25 +52,25 @@ class Retention:
     hopeless: AbstractSet[int] = frozenset()
 
     def first(self, unread: dict[Page, None]) -> Page:
-        """The page to go. unread: those of one tenant that nobody reads, at least one; who became
-        so first comes first, and no page before those of the tenant behind it."""
+        """The page to evict. unread: pages of one tenant that nobody reads, at least one, in the
+        order in which they became unread; a page comes after those of its tenant behind it."""
         return next(iter(unread))
 
     def made(self, page: Page, by: Reader) -> None:
-        """The page is known from now on; somebody has filled it."""
+        """A request has filled the page, which is known from now on."""
 
     def hit(self, page: Page, by: Reader) -> None:
-        """Somebody has found the page, and reads it."""
+        """A request has found the page, and reads it."""
 
     def stay(self, page: Page) -> None:
         """Nobody reads the page any more."""
 
     def bare(self, page: Page) -> None:
-        """Nobody reads the page, and none behind it is left any more."""
+        """Nobody reads the page, and the last page behind it has gone."""
 
     def leave(self, page: Page) -> None:
-        """Nobody read the page. Now somebody does, or it is forgotten."""
+        """The page was unread. Now it is read again, or forgotten."""
 
     def gone(self, page: Page, *, evicted: bool) -> None:
-        """The page is forgotten. evicted: to make room for others; else because it is no more what
-        it was."""
+        """The page is forgotten. evicted: to make room for others; otherwise its content has
+        changed."""

@@ -1,18 +1,19 @@
-"""Retention by worth: the seconds that a page is expected to save for each second that it stays.
+"""Retention by worth: the seconds that a page is expected to save per second that it stays.
 
-When pages are asked for again is learned from this traffic: of every class of pages, how many of
-those that had not been asked for by some age were then. Pages that have gone are remembered by
-their keys for as long as about as many others take to go, so that what a class that goes early
-would have brought is seen, too. A page's worth is that of the best time to keep it: the chance that
-it is asked for in that time, by the mean of the time that it then stays (Gittins' index), times the
-seconds that it takes to compute it again, times the weight of its tier.
+When pages are asked for again is learned from this traffic: for every class of pages and every age,
+the share of pages that were asked for at that age among those that had not been before. The keys of
+evicted pages are remembered for about one turnover of the cache, so hits that early eviction has
+missed are counted, too. A page's worth is that of the best time to keep it: the chance that it is
+asked for in that time, divided by the mean time that it then stays (Gittins' index), times the
+seconds to compute it again, times the weight of its tier.
 
-In a class, worth may rise with age and then fall, so its oldest and its youngest page are looked
-at. Who has only just come may thus go first, where room is short: if everybody were kept for as
-long as there is room for all, nobody would be there when it is asked for.
+In a class, worth may rise with age and then fall, so the oldest and the youngest page are compared.
+If room is short, the newest page may thus be evicted first: if every page were kept for only as
+long as there is room for all, none would be left when it is asked for.
 
-What was learned may mislead, so `lru`'s order is kept beside it, by key: what both would have saved
-is known exactly, and `lru` decides while the other has lost too much by comparison.
+Since what was learned may mislead, the order of `lru` is tracked beside it, by key. What either
+would have saved is thus known exactly, and `lru` decides while this policy has lost too much
+against it.
 """
 
 from __future__ import annotations
@@ -28,32 +29,32 @@ from jaxserve.sched.cache.pages import Page
 from jaxserve.sched.cache.retention import Reader, Retention
 from jaxserve.sched.request import Tier
 
-_TICK = 0.1  # seconds; ages below it are alike
-_OCTAVE = 2  # ages that are told apart between one and its double
-_AGES = 44  # the last is some days
+_TICK = 0.1  # seconds; shorter ages are not distinguished
+_OCTAVE = 2  # ages that are distinguished between an age and its double
+_AGES = 44  # the last one is several days
 _EDGES = _TICK * (2.0 ** (np.arange(_AGES + 1) / _OCTAVE) - 1)
-_HITS, _TURNS = 3, 4  # the last of each stands for more
-_LOST = len(Tier) * 2 * _HITS * _TURNS  # class of pages that only those who are given up wait for
-_FOUND = _LOST + 1  # the first class of those that others wait for, by tier
+_HITS, _TURNS = 3, 4  # the last of each means "or more"
+_LOST = len(Tier) * 2 * _HITS * _TURNS  # class of pages that only hopeless rows wait for
+_FOUND = _LOST + 1  # first of the classes of pages that other rows wait for, by tier
 _CLASSES = _FOUND + len(Tier)
-_LOG_UNIFORM = 0.02  # chance to be asked for at each age, until something is known
-_WAITED_FOR = 0.3  # the same of pages that who waits has found
-_LOSS = 0.01  # of what `lru` saves, that may be lost
-_LEAST = 256  # pages, of which things are learned at a time
+_LOG_UNIFORM = 0.02  # prior chance to be asked for at each age
+_WAITED_FOR = 0.3  # prior chance if a waiting row has found the page
+_LOSS = 0.01  # share of what `lru` saves that may be lost
+_LEAST = 256  # least pages per update of the statistics
 
 
 @dataclass(eq=False)
 class Worth(Retention):
-    """See the module.
+    """See the module's docstring.
 
     Attributes:
-        best_effort: Weight of a second that is saved for best-effort requests; a real-time one
-            weighs 1.
-        memory: How much of what was seen counts yet once all pages have gone once more; at least 0
-            and below 1.
-        doubt: Pages of the pool, as a share, for which a class counts as all others do; at least 0.
+        best_effort: Weight of a second saved for best-effort requests; real-time requests weigh 1.
+        memory: Share of the old statistics that is kept after one turnover of all pages; at least 0
+        and below 1.
+        doubt: Weight of the mean of all classes in the statistics of one class, as a share of the
+        pool's pages; at least 0.
         risk: What may be lost against `lru` before it decides, beside a hundredth of what it saves:
-            the computing of so many pages, as a share of the pool; at least 0.
+        the time to compute this share of the pool's pages; at least 0.
 
     Raises:
         ValueError: A parameter is out of its range.
@@ -73,22 +74,22 @@ class Worth(Retention):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         self._hits, self._ends = np.zeros((2, _CLASSES, _AGES))
-        self._known = self._seen = self._stamp = 0  # pages; ends of stays since the last table
+        self._known = self._seen = self._stamp = 0  # pages; ended stays since the last table
         self._gone: OrderedDict[bytes, tuple[int, float]] = OrderedDict()  # class, last read
         self._queues: dict[int, list[_Queue]] = {}  # by tenant, by class
-        # By tenant and class, what is worth least.
+        # By tenant and class, the page that is worth least.
         self._best: dict[tuple[int, int], tuple[float, Page | None]] = {}
-        self._at = -math.inf  # the time for which that is so
+        self._at = -math.inf  # the time for which `_best` is valid
         self._prices: list[float] = [1.0]  # by depth
-        self._recent: OrderedDict[bytes, None] = OrderedDict()  # what `lru` would have
-        self._lead = 0.0  # seconds saved that `lru` would not have saved, and a little more
+        self._recent: OrderedDict[bytes, None] = OrderedDict()  # keys that `lru` would have
+        self._lead = 0.0  # seconds saved beyond those of `lru`, less a margin
         self._learn()
 
-    # What becomes of pages.
+    # Hooks on pages.
 
     def made(self, page: Page, by: Reader) -> None:
-        """See `Retention`. What comes back from host memory, too, is not computed, but has to be
-        copied: it counts as lost."""
+        """See `Retention`. A page that comes back from host memory counts as lost, too: it is not
+        computed again, but has to be copied."""
         self._known += 1
         page.note = _Note(page, by)
         gone = self._gone.pop(page.key, None)
@@ -101,7 +102,7 @@ class Worth(Retention):
         note: _Note = page.note
         self._asked_for(page, by, found=True)
         note.tier = min(note.tier, by.tier)
-        if note.maker is not by:  # else it was preempted
+        if note.maker is not by:  # otherwise the maker was preempted and reads it again
             note.hits += 1
             if note.left:
                 self._end(self._hits, note.group, note.last)
@@ -113,7 +114,7 @@ class Worth(Retention):
         self._begin(page)
 
     def _begin(self, page: Page) -> None:
-        """From now on the page may be asked for again."""
+        """Starts the page's stay as an unread page."""
         note: _Note = page.note
         self._stamp += 1
         note.last, note.stamp, note.left = self.now, self._stamp, False
@@ -151,7 +152,7 @@ class Worth(Retention):
             self._end(self._ends, *gone)
 
     def _end(self, where: np.ndarray, group: int, last: float) -> None:
-        """A stay has ended, at this age."""
+        """Counts a stay that has ended at this age."""
         where[group, _age(self.now - last)] += 1
         self._seen += 1
         if self._seen >= max(_LEAST, self._known // 5):
@@ -160,7 +161,7 @@ class Worth(Retention):
             self._hits *= self.memory**share
             self._ends *= self.memory**share
 
-    # Who goes.
+    # Eviction.
 
     def first(self, unread: dict[Page, None]) -> Page:
         """See `Retention`."""
@@ -184,7 +185,7 @@ class Worth(Retention):
         return self.first(unread) if some else super().first(unread)
 
     def _asked_for(self, page: Page, by: Reader, *, found: bool) -> None:
-        """Somebody asks for the page: does that save more than with `lru`?"""
+        """Compares with `lru` what finding the page, or not finding it, saves."""
         gain = found - (1 - _LOSS) * (page.key in self._recent)
         if gain:
             self._lead = min(self._lead + gain * self._saves(page, by.tier), self._stake())
@@ -195,7 +196,7 @@ class Worth(Retention):
         return self.risk * self._known * self._prices[0]
 
     def _touch(self, page: Page) -> None:
-        """The page is read: with `lru` it would be the last to go."""
+        """Moves the page to the end of `lru`'s order."""
         recent = self._recent
         recent[page.key] = None
         recent.move_to_end(page.key)
@@ -203,22 +204,22 @@ class Worth(Retention):
             recent.popitem(last=False)
 
     def _wanted(self, page: Page, group: int) -> int:
-        """The page's class by who waits for it; this one if nobody does."""
+        """The page's class by the rows that wait for it; `group` if none does."""
         if not page.finders:
             return group
         return _LOST if page.finders <= self.hopeless else _FOUND + int(page.note.tier)
 
     def _least(self, group: int, queue: _Queue) -> tuple[float, Page | None]:
-        """The page that is worth least of a class, by its ends."""
+        """The page of a class that is worth least: its oldest or its youngest."""
         ends: list[Page] = []
         while len(ends) < 2 and queue.pages:
             page = queue.end(young=bool(ends))
-            # Has somebody come who waits for it, or been given up, or left?
+            # A row may have come that waits for the page, or have been given up, or have left.
             new = self._wanted(page, min(group, _LOST - 1))
             if new == group:
                 ends.append(page)
                 continue
-            del queue.pages[page]  # it begins anew, elsewhere
+            del queue.pages[page]  # it starts again in another class
             self._end(self._hits if new > group else self._ends, group, page.note.last)
             self._begin(page)
         worth = [(self._worth(group, page), page) for page in ends if page in queue.pages]
@@ -229,7 +230,7 @@ class Worth(Retention):
         return self._index[group][_age(self.now - page.note.last)] * self._saves(page, tier)
 
     def _saves(self, page: Page, tier: int) -> float:
-        """Seconds that finding the page saves, by what they are worth to a tier."""
+        """Seconds that finding the page saves, times the weight of the tier."""
         if page.depth >= len(self._prices):
             self._price(2 * page.depth + 1)
         return self._prices[page.depth] * (1.0 if tier == Tier.REALTIME else self.best_effort)
@@ -239,13 +240,13 @@ class Worth(Retention):
         self._prices = (np.ones(depths) if self.seconds is None else self.seconds(each)).tolist()
 
     def _learn(self) -> None:
-        """Makes the table of how soon pages are asked for, a second, by class and age."""
+        """Computes the expected worth per second of a page, by class and age."""
         self._seen = 0
         self._price(len(self._prices))
         self._best.clear()
         doubt = max(1.0, self.doubt * self._known)
         ends = self._hits + self._ends
-        reached = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]  # stays that lasted so long
+        reached = np.cumsum(ends[:, ::-1], axis=1)[:, ::-1]  # stays that lasted at least this long
         usual = (self._hits.sum(0) + doubt * _LOG_UNIFORM) / (reached.sum(0) + doubt)
         usual = np.tile(usual, (_CLASSES, 1))
         usual[_FOUND:] = np.maximum(usual[_FOUND:], _WAITED_FOR)
@@ -260,18 +261,18 @@ class Worth(Retention):
 
 
 class _Note:
-    """What is known of a page.
+    """What is known of a page's use.
 
     Attributes:
-        maker: Who filled it.
-        answer: Whether it is of an answer, which only who goes on with it asks for.
-        turn: How many requests, one after the other, have filled what comes before it.
-        hits: How often others have found it.
-        tier: Real-time if any request was that has read it.
-        last: When it was last read, seconds.
+        maker: The request that filled it.
+        answer: Whether it is part of an answer, which only the same conversation asks for again.
+        turn: Number of requests that have filled the pages before it, one after the other.
+        hits: How often other requests have found it.
+        tier: Real-time if any of its readers was.
+        last: When it was last read, in seconds.
         left: Whether it had been unread until now.
         group: Its class when it was last read.
-        stamp: Different each time that it is read no more.
+        stamp: Changes each time the page becomes unread.
     """
 
     __slots__ = ("answer", "group", "hits", "last", "left", "maker", "stamp", "tier", "turn")
@@ -287,12 +288,12 @@ class _Note:
 
 
 class _Queue:
-    """Pages of a class that may go, by when they were last read; of those that ended together the
-    deepest is the first to go at both ends."""
+    """Evictable pages of a class, by the time of their last read. Of pages read last at the same
+    time, the deepest comes first at both ends."""
 
     def __init__(self) -> None:
         self.pages: dict[Page, None] = {}
-        # Those that have left are still in the heaps: (last read or its negative, order, page).
+        # Pages that have left are still in the heaps: (last read or its negative, order, page).
         self._old: list[tuple[float, int, int, Page]] = []
         self._young: list[tuple[float, int, int, Page]] = []
 
@@ -309,7 +310,7 @@ class _Queue:
             heapq.heappush(self._young, _entry(page, -1))
 
     def end(self, *, young: bool) -> Page:
-        """The page that was read last, or first; there must be some."""
+        """The page that was read last (young) or first; there must be some."""
         heap = self._young if young else self._old
         while heap[0][3] not in self.pages or heap[0][3].note.stamp != heap[0][2]:
             heapq.heappop(heap)
@@ -322,5 +323,5 @@ def _entry(page: Page, sign: int) -> tuple[float, int, int, Page]:
 
 
 def _age(seconds: float) -> int:
-    """Index of an age."""
+    """Index of the age in the table."""
     return min(_AGES - 1, int(_OCTAVE * math.log2(1 + max(seconds, 0.0) / _TICK)))

@@ -1,8 +1,8 @@
-"""How long a batch takes, from its shape alone: linear cost models with non-negative coefficients.
+"""How long a batch takes: linear cost models of its shape, with non-negative coefficients.
 
 The features are those of InferMax section 3.2 (tokens, KV read by decodes, c^2 + 2cm of prefill
-chunks, biases, and the terms that grow with the number of requests), with the hidden cache's and
-the pool operations' beside them, and the experts that a mixture of experts reads (`experts_read`).
+chunks, biases, and the terms that grow with the number of requests), extended by those of hidden
+caches and pool operations, and by the experts that a mixture of experts reads (`experts_read`).
 Times are in seconds, lengths in tokens.
 """
 
@@ -18,25 +18,25 @@ from jaxserve.sched.cost.padding import Padding
 
 
 class BatchFeatures(NamedTuple):
-    """The shape of a batch, which determines its cost. Each is a number, or an array over batches.
+    """The shape of a batch, which determines its cost. Fields are numbers, or arrays over batches.
 
     Attributes:
         num_tokens: Tokens computed.
-        padded_tokens: num_tokens rounded up to what actually runs.
-        decode_kv: Cached tokens that the decodes read as K and V, the one being fed included.
+        padded_tokens: num_tokens rounded up to the size of the step that runs.
+        decode_kv: Cached tokens that decodes read as K and V, including the tokens they compute.
         num_decodes: Rows that decode.
         prefill_quad: Sum of c^2 + 2cm over chunks of c tokens after m cached ones.
         num_prefills: Rows that compute a chunk of a prompt.
         prefill_m: Sum of m, K and V only.
         hidden_tokens: Cached tokens that the decodes read from hidden caches.
         projected_tokens: Tokens of hidden caches that become K and V before the step.
-        copied_slots: Slots, of one plane each, copied to other blocks.
+        copied_slots: Slots, each in one plane, copied to other blocks.
         saved_slots: Slots copied to host memory.
         loaded_slots: Slots copied from host memory.
         hidden_prefill: Sum of m over chunks that read hidden caches.
         sampled_rows: All rows of the step, padding included, if any request samples non-greedily;
-            else 0.
-        adapted_tokens: padded_tokens if some row has an adapter (LoRA); else 0.
+            otherwise 0.
+        adapted_tokens: padded_tokens if any row has an adapter (LoRA); otherwise 0.
     """
 
     num_tokens: Any
@@ -74,8 +74,8 @@ class BatchFeatures(NamedTuple):
             counts: int64 [n], tokens computed now.
             contexts: int64 [n], tokens cached before.
             decoding: bool [n], which rows decode, drafts included; the others are prefill chunks.
-            padding: How the batch is rounded up; None for not at all.
-            hidden: bool [n], which rows have hidden caches; None for none.
+            padding: How the batch is rounded up; None for no padding.
+            hidden: bool [n], which rows have hidden caches; None if none has.
             sampling: Whether any request samples non-greedily.
             adapted: Whether any row has an adapter.
             **moved: projected_tokens, copied_slots, saved_slots, loaded_slots: see `BatchFeatures`.
@@ -126,7 +126,7 @@ class BatchFeatures(NamedTuple):
         cls, num_decodes: np.ndarray, decode_kv: np.ndarray, padding: Padding | None = None
     ) -> BatchFeatures:
         """Batches of decodes only. num_decodes, decode_kv: arrays over the batches, the latter of
-        cached tokens read, those being fed included."""
+        cached tokens read, including the tokens being computed."""
         padded = num_decodes if padding is None else padding.padded(num_decodes, True)
         return cls(num_decodes, padded, decode_kv, num_decodes, 0, 0, 0)
 
@@ -172,10 +172,10 @@ class Coefficients:
         batch_bias: A batch of more than one padded token, which multiplies matrices instead of a
             matrix and a vector.
         adapted_token: Each of adapted_tokens.
-        per_expert: Each expert that a batch reads (`experts_read`), of models that have some.
+        per_expert: Each expert that a batch reads (`experts_read`), for mixtures of experts.
 
     Raises:
-        ValueError: One is negative or not finite.
+        ValueError: A coefficient is negative or not finite.
     """
 
     per_token: float
@@ -204,17 +204,17 @@ class Coefficients:
                 raise ValueError(f"coefficient {field.name} must be 0 or more, got {value}")
 
     def as_dict(self) -> dict[str, float]:
-        """By name, as in a profile's file."""
+        """The coefficients by name, as in a profile's file."""
         return asdict(self)
 
 
-_NO_MATTER = 2.0**-60  # a share of the experts that is as good as none
+_NO_MATTER = 2.0**-60  # a share of the experts that counts as none
 
 
 @functools.lru_cache(maxsize=64)
 def _unread(num_experts: int, experts_per_token: int) -> np.ndarray:
-    """The share of the experts that 0, 1, 2... tokens do not read; 0 for that many and more. By
-    products, one after the other: powers of arrays and of numbers differ in their last bit."""
+    """The share of the experts that 0, 1, 2... tokens do not read; 0 for more tokens than that.
+    Uses repeated products, because powers of arrays and of numbers differ in their last bit."""
     share, found = 1.0 - experts_per_token / num_experts, [1.0]
     while found[-1] > _NO_MATTER:
         found.append(found[-1] * share)
@@ -222,8 +222,8 @@ def _unread(num_experts: int, experts_per_token: int) -> np.ndarray:
 
 
 def experts_read(num_experts: int, experts_per_token: int, tokens: Any) -> Any:
-    """Experts of a layer that a batch is expected to read, E (1 - (1 - k / E)^T): each of T tokens
-    goes to k of E, and each expert is as likely as the others.
+    """Expected number of experts of a layer that a batch reads, E (1 - (1 - k / E)^T): each of T
+    tokens goes to k of E experts, all equally likely.
 
     Args:
         num_experts: E.
@@ -246,16 +246,16 @@ class LinearCostModel:
 
     Attributes:
         coefficients: Seconds a layer.
-        num_layers: Of the model.
+        num_layers: Layers of the model.
         overlapped: Whether copies to and from the host overlap with the batch and with each other,
             so that a step takes as long as the longest of the three (BROS section 4.1, T = max(f(L,
             S), g(K))).
-        num_experts: Experts of a layer; 0 where it has one feed-forward.
-        experts_per_token: How many of them a token goes to.
+        num_experts: Experts per layer; 0 for a dense feed-forward.
+        experts_per_token: Experts that each token goes to.
 
     Raises:
-        ValueError: There are no layers, or a token goes to none of the experts, or to more than
-            there are.
+        ValueError: There are no layers, or the number of experts per token is 0 or more than there
+            are experts.
     """
 
     coefficients: Coefficients
@@ -276,7 +276,7 @@ class LinearCostModel:
 
     @property
     def experts(self) -> tuple[int, int]:
-        """Of a layer, and how many of them a token goes to."""
+        """Experts of a layer, and how many of them each token goes to."""
         return self.num_experts, self.experts_per_token
 
     def batch_time(self, features: BatchFeatures) -> Any:
@@ -316,14 +316,14 @@ class LinearCostModel:
 @dataclass(frozen=True, slots=True)
 class InferMaxCostModel:
     """The batch time as InferMax's published simulator computes it from the same constants. It
-    takes the mean KV of a batch's decodes rounded down.
+    rounds down the mean KV of a batch's decodes.
 
     Attributes:
         linear: The constants.
         residual: The residual connection (a, b, c): a + b n + c n^2 seconds a layer for n tokens
             rounded up to a multiple of 8.
         attention_factor: Multiplies the attention terms, except those per request, if the batch has
-            more than one request of the kind.
+            more than one request of that kind.
     """
 
     linear: LinearCostModel
@@ -331,8 +331,8 @@ class InferMaxCostModel:
     attention_factor: float = 1.0
 
     def batch_time(self, features: BatchFeatures) -> Any:
-        """Hidden caches and padding cost nothing here, and moves as in `LinearCostModel`; see
-        `CostModel`."""
+        """Hidden caches and padding cost nothing here; moves cost what they cost in
+        `LinearCostModel`. See `CostModel`."""
         k, f = self.linear.coefficients, features
         decodes, prefills = f.num_decodes, f.num_prefills
         kv = f.decode_kv // (decodes + (decodes == 0)) * decodes

@@ -1,4 +1,4 @@
-"""Fits a linear cost model to measured steps: non-negative least squares, and how good it is."""
+"""Fits a linear cost model to measured steps by non-negative least squares, and rates the fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.sched.cost.cost_model import (
 )
 
 FOLDS = 5
-PRIOR = 16.0  # steps that a prior counts as much as
+PRIOR = 16.0  # number of steps that a prior counts for
 NO_EXPERTS = (0, 0)
 
 
@@ -33,7 +33,7 @@ class Sample:
 
     @property
     def part(self) -> str:
-        """decode, prefill or mixed: what the batch is made of."""
+        """Kind of the batch: decode, prefill or mixed."""
         if not self.features.num_prefills:
             return "decode"
         return "mixed" if self.features.num_decodes else "prefill"
@@ -45,7 +45,7 @@ class Fit:
 
     Attributes:
         model: The model.
-        r2: Coefficient of determination by part: `decode`, `prefill` and `mixed` where there are at
+        r2: Coefficient of determination by part: `decode`, `prefill` and `mixed` if they have at
             least three samples, and `all`.
         mean_error: Mean relative error on the samples themselves.
         worst_error: Largest relative error on the samples themselves.
@@ -60,16 +60,16 @@ class Fit:
 
 
 def fit(samples: Sequence[Sample], num_layers: int, experts: tuple[int, int] = NO_EXPERTS) -> Fit:
-    """Fits a model with non-negative coefficients by least squares of the relative errors, so that
-    short steps, which are the most frequent, count as much as long ones.
+    """Fits a model with non-negative coefficients by least squares of relative errors, so that
+    short steps, the most frequent ones, count as much as long ones.
 
     Args:
         samples: The measured steps.
-        num_layers: Of the model.
+        num_layers: Layers of the model.
         experts: `LinearCostModel.experts`.
 
     Raises:
-        FitError: There are fewer than ten samples, or one took no time.
+        FitError: There are fewer than ten samples, or a step took no time.
     """
     if len(samples) < 10:
         raise FitError(f"at least 10 measured steps are needed, got {len(samples)}")
@@ -122,14 +122,14 @@ def columns(
     *,
     experts: tuple[int, int] = NO_EXPERTS,
 ) -> list[Any]:
-    """The design matrix's columns, in the order of `Coefficients`, the last only where there are
-    experts; their product is seconds a layer.
+    """The columns of the design matrix, in the order of `Coefficients`, the last one only with
+    experts. Their product with the coefficients is seconds per layer.
 
     Args:
-        f: One batch, for numbers, or several, for arrays (or one number for all of them).
-        model: If it is overlapped, only the batch's or only the copies' columns are set for each
-            step, whichever the model expects to take longer. By default the two add up.
-        experts: `LinearCostModel.experts`, where there is no model.
+        f: One batch as numbers, or several as arrays (or one number for all of them).
+        model: If it is overlapped, only the columns of the batch or those of the copies are set for
+        each step, whichever the model expects to take longer. By default the two add up.
+        experts: `LinearCostModel.experts`, if there is no model.
     """
     batch, copies = 1, f.saved_slots + f.loaded_slots
     num_experts, per_token = experts if model is None else model.experts
@@ -170,21 +170,21 @@ def nearest(
     held: float | np.ndarray = PRIOR,
 ) -> np.ndarray:
     """Non-negative least squares with a ridge towards a prior: minimises w a w - 2 w b over w >= 0.
-    Weights are held near the prior times one common factor; where the features never occurred, they
-    are exactly that.
+    Weights are pulled towards the prior times one common factor; weights of features that never
+    occurred equal it exactly.
 
     Args:
         a: [k, k], normal equations.
-        b: [k], their right-hand side.
+        b: [k], right-hand side of the normal equations.
         weight: Sum of the weights of the rows in them.
         prior: [k], not negative.
-        held: How many rows the prior counts as; one number, or one a weight, [k].
+        held: Number of rows that the prior counts for; one number, or one per weight, [k].
 
     Returns:
         The weights w, float64 [k].
     """
-    # The one factor by which the prior would predict best: this device may just be slower.
-    # What is hardly held explains whatever it can of that.
+    # The common factor with which the prior predicts best, since this device may just be slower.
+    # Weakly held weights explain what they can of it.
     rows = np.broadcast_to(held, len(prior))
     free = rows < 1.0
     shared = a[free] @ prior
@@ -193,7 +193,7 @@ def nearest(
     scale = float(prior @ b - taken @ b[free]) / fits if fits else 1.0
     values = scale * prior
     seen = np.flatnonzero(a.diagonal())
-    # Columns range over nine orders of magnitude: each is measured by its root mean square.
+    # Columns range over nine orders of magnitude, so each is scaled by its root mean square.
     size = np.sqrt(a.diagonal()[seen] / weight)
     near = a[np.ix_(seen, seen)] / np.outer(size, size)
     near[np.diag_indices(len(seen))] += rows[seen]
@@ -206,14 +206,14 @@ def nearest(
 
 def _solve(design: np.ndarray, seconds: np.ndarray) -> np.ndarray:
     rows = design / seconds[:, None]
-    # Columns range over nine orders of magnitude; unit maxima keep the solver's tolerance sound.
+    # Columns range over nine orders of magnitude; unit maxima keep the solver's tolerance valid.
     size = np.abs(rows).max(axis=0)
     size[size == 0] = 1.0
     return _nnls(rows / size, np.ones(len(seconds))) / size
 
 
 def ready_to_fit() -> None:
-    """Imports what fitting needs: most of a second, which few commands are to wait for."""
+    """Imports what fitting needs. It takes most of a second, so only commands that fit do it."""
     _nnls(np.eye(1), np.ones(1))
 
 
@@ -224,7 +224,7 @@ def _nnls(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def _leave_out(design: np.ndarray, seconds: np.ndarray) -> float:
-    """Every FOLDS-th sample is left out in turn."""
+    """Mean relative error with every FOLDS-th sample left out in turn."""
     errors = np.empty(len(seconds))
     fold = np.arange(len(seconds)) % FOLDS
     for i in range(FOLDS):

@@ -1,4 +1,4 @@
-"""What the host does around each step, and how long it takes (see docs/performance.md)."""
+"""The host's work around each step, and how long it takes (see docs/performance.md)."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
-# Seconds for which a thread keeps Python's interpreter to itself where another one wants it
-# (`sys.getswitchinterval`): who submits requests in a row has as long before the engine wakes up.
+# Seconds for which a thread keeps Python's interpreter while another one waits for it
+# (`sys.getswitchinterval`): a client that submits requests in a row has this long before the engine
+# wakes up.
 BURST = 5e-3
 
 
 @dataclass(frozen=True, slots=True)
 class HostOverhead:
-    """How long the host's thread takes around a step, in seconds.
+    """Seconds that the host's thread takes around a step.
 
     Attributes:
         plan: The policy's plan.
-        plan_row: More for each request that is there.
+        plan_row: Added for each request in the table.
         launch: Building the batch and launching it.
-        launch_row: More for each of its rows.
+        launch_row: Added for each of its rows.
         admit: For each row that takes a slot for sampling.
-        move: For each operation on the pool that is sent to the device.
-        finish: Work once the tokens are there.
-        finish_row: More for each row that samples one.
-        idle: What a step takes longer on a device that had nothing to do.
+        move: For each pool operation sent to the device.
+        finish: Work after the tokens have arrived.
+        finish_row: Added for each row that samples a token.
+        idle: Added to a step on a device that was idle.
         receive: From one step to the next plan.
-        receive_row: More for each request taken in then.
-        wake: From an arrival until a sleeping thread is ready to plan. It counts from the last of
-            the arrivals that come within BURST of the first.
+        receive_row: Added for each request received in that time.
+        wake: From an arrival until a sleeping thread is ready to plan, counted from the last of the
+        arrivals within BURST of the first.
 
     Raises:
-        ValueError: One is negative or infinite.
+        ValueError: A field is negative or infinite.
     """
 
     plan: float = 0.0
@@ -54,5 +55,5 @@ class HostOverhead:
                 raise ValueError(f"host.{field.name} must be 0 or more seconds, got {value}")
 
     def as_dict(self) -> dict[str, float]:
-        """By name, as a profile's file has them."""
+        """The fields by name, as in a profile's file."""
         return asdict(self)

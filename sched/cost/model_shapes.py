@@ -1,13 +1,13 @@
-"""Shapes of models, as their papers and configurations give them."""
+"""Shapes of models, from their papers and configurations."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 WIDE = "16-bit"
-# By `model.quantization`; int4 has a scale of 16 bits for each 32, the others one an output.
+# By `model.quantization`; int4 has a 16-bit scale per 32 weights, the others one per output.
 WEIGHT_BYTES = {WIDE: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 32}
-# By `cache.dtype`: bytes of a number of K, V or a hidden vector, and of a head's scale.
+# By `cache.dtype`: bytes per number of K, V or a hidden vector, and per scale of a head.
 CACHE_BYTES = {WIDE: (2, 0), "fp8": (1, 0), "int8": (1, 4)}
 
 
@@ -22,14 +22,14 @@ class Model:
         kv_heads: Heads of K and V.
         head_dim: Size of a head.
         gated: Whether the feed-forward has three matrices instead of two.
-        rotary: Whether positions are rotations of queries and keys.
-        weights: How its weights are stored, of WEIGHT_BYTES.
-        cache: How K, V and hidden vectors are, of CACHE_BYTES.
-        experts: Of a layer, of which each has a feed-forward; 0 for one that all tokens go to.
-        experts_per_token: How many of them a token goes to.
-        shared_d_ff: Width of one more that each token goes to.
-        projections: Weights of a layer's attention where they are not those of whole queries, K,
-            V and outputs; 0 where they are.
+        rotary: Whether positions are encoded as rotations of queries and keys.
+        weights: Storage of the weights, of WEIGHT_BYTES.
+        cache: Storage of K, V and hidden vectors, of CACHE_BYTES.
+        experts: Experts per layer, each with a feed-forward; 0 for one dense feed-forward.
+        experts_per_token: Experts that each token goes to.
+        shared_d_ff: Width of the shared expert that every token goes to; 0 for none.
+        projections: Attention weights per layer, if they differ from full projections of queries,
+        K, V and outputs; otherwise 0.
     """
 
     layers: int
@@ -50,25 +50,25 @@ class Model:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of a weight of a layer's matrices, with its share of the scales."""
+        """Bytes per weight of a layer's matrices, including scales."""
         return WEIGHT_BYTES[self.weights]
 
     @property
     def table_bytes(self) -> float:
-        """Bytes of a number of embedding and output matrices: int8 where weights are quantised."""
+        """Bytes per number of the embedding and output matrices: int8 if weights are quantised."""
         return WEIGHT_BYTES[WIDE if self.weights == WIDE else "int8"]
 
     @property
     def attention_params(self) -> int:
-        """Weights of what each token of a layer goes through but the feed-forward; with experts,
-        the choice of them and the shared one too."""
+        """Weights per layer that every token uses, except the feed-forward; with experts, this
+        includes the router and the shared expert."""
         attention = 2 * self.d_model * self.head_dim * (self.heads + self.kv_heads)
         shared = self.matrices * self.d_model * self.shared_d_ff
         return (self.projections or attention) + self.d_model * self.experts + shared
 
     @property
     def matrices(self) -> int:
-        """Of a feed-forward, or an expert."""
+        """Matrices of a feed-forward, or an expert."""
         return 3 if self.gated else 2
 
     @property
@@ -78,18 +78,18 @@ class Model:
 
     @property
     def layer_params(self) -> int:
-        """Weights of one layer's matrices, those of all experts."""
+        """Weights of one layer's matrices, including all experts."""
         return self.attention_params + max(self.experts, 1) * self.feed_forward_params
 
     @property
     def params(self) -> int:
-        """Weights, with embedding and output matrices counted separately even where they are
+        """All weights, with embedding and output matrices counted separately even if they are
         tied."""
         return self.layers * self.layer_params + 2 * self.vocab * self.d_model
 
     @property
     def param_bytes(self) -> float:
-        """Bytes of its weights."""
+        """Bytes of all weights."""
         tables = 2 * self.vocab * self.d_model * self.table_bytes
         return self.layers * self.layer_params * self.weight_bytes + tables
 
@@ -130,7 +130,7 @@ MODELS = {
     "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
     "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
     "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201088, experts=32, experts_per_token=4),
-    # Its first layer is taken as the others, and has no experts; K and V are cached whole.
+    # The first layer is modelled like the others, and has no experts; K and V are cached in full.
     "deepseek-v2-lite": Model(
         *(27, 2048, 1408, 16, 16, 192, 102400),
         experts=64,

@@ -1,4 +1,4 @@
-"""How the static shapes of an engine round batches up."""
+"""How an engine's static shapes round batches up."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Padding:
     Attributes:
         rows: Bucket sizes of batches with one token a row, ascending.
         tokens: Bucket sizes of all other batches, ascending.
-        decode_group: Rows whose caches decodes read together, sorted by length (the XLA backend).
-            Each row of a group costs as much as its longest, and the last group counts as full.
+        decode_group: Rows that decode together, sorted by length (the XLA backend). Each row of a
+        group costs as much as its longest, and the last group counts as full.
         decode_chunk: Tokens that a group reads at once; its length is rounded up to a multiple.
 
     Raises:
@@ -44,13 +44,13 @@ class Padding:
 
     @property
     def hidden_tokens(self) -> tuple[int, ...]:
-        """Every other one of `tokens`: steps with hidden rows take long to compile."""
+        """Every second one of `tokens`: steps with hidden rows take long to compile."""
         return self.tokens[::-2][::-1]
 
     def padded(self, num_tokens: Any, singles: Any, hidden: Any = False) -> Any:
-        """Padded size of batches with `num_tokens` tokens; numbers or arrays. Beyond the last
-        bucket it is the last. singles: whether each row has one token. hidden: whether any has a
-        hidden cache."""
+        """Padded size of batches with `num_tokens` tokens; numbers or arrays. Sizes beyond the last
+        bucket give the last bucket. singles: whether every row has one token. hidden: whether any
+        row has a hidden cache."""
         if isinstance(num_tokens, int):
             mixed = self.hidden_tokens if hidden else self.tokens
             return _next(self.rows if singles else mixed, num_tokens)
@@ -60,7 +60,7 @@ class Padding:
         return padded
 
     def rows_of(self, padded_tokens: int) -> int:
-        """Rows of a step with that padded size."""
+        """Rows of a step of that padded size."""
         return _next(self.rows, padded_tokens)
 
     def read(self, lengths: np.ndarray, padded_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""A system: what the simulator runs on, and its profile on disk."""
+"""Systems that the simulator runs on, and their profiles on disk."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxserve.sched.cost.step_residuals import Scatter
 from jaxserve.sched.json_records import is_count, is_number, read_record
 
 FORMAT = 5
-MOST = 2**31 - 1  # tokens, rows, layers: what arrays of int32 count to
-STEP_SECONDS = (1e-9, 1e6)  # within which a step of one token takes
+MOST = 2**31 - 1  # tokens, rows, layers: the limit of int32 arrays
+STEP_SECONDS = (1e-9, 1e6)  # range for the time of a step of one token
 
 
 class UnknownSystem(ValueError):
-    """A system that does not exist or cannot be read; one line says why."""
+    """A system that does not exist or cannot be read; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,24 @@ class System:
     """What the simulator runs on: a model on a device, with its cost model and default limits.
 
     Attributes:
-        cost_model: What its steps cost.
+        cost_model: Cost model of its steps.
         kv_tokens: M, tokens of KV cache.
         max_batch_tokens: C.
         max_prefill_tokens: P; None for the simulator's default.
-        max_rows: Requests of a batch; None for any number.
-        block_size: Tokens of a block; None for the rules'.
-        paper: The cost model under the rules `infermax_paper`, where the authors published one.
+        max_rows: Most requests in a batch; None for no limit.
+        block_size: Tokens per block; None for the value of the rules.
+        paper: The cost model under the rules `infermax_paper`, if the authors published one.
         padding: The shapes that the engine rounds batches up to; None for none.
-        host: What the host's thread takes around a step.
+        host: Time of the host's thread around a step.
         about: Where the numbers come from.
-        rho: Seconds that a step takes longer for each token that it reads from a hidden cache
-            instead of K and V (Apt-Serve Eq. 6). May be negative; None where there are no hidden
-            caches.
+        rho: Added seconds of a step for each token that it reads from a hidden cache instead of K
+        and V (Apt-Serve Eq. 6). May be negative; None if there are no hidden caches.
         projects: Whether such a read projects every vector into K and V, see `View`.
-        scatter: How steps deviate from the cost model, as measured; None for not at all.
+        scatter: How measured steps deviate from the cost model; None for not at all.
 
     Raises:
-        ValueError: A field is out of range, or the cost model gives a step of one token no sensible
-            time.
+        ValueError: A field is out of range, or the cost model's time of a step of one token is
+            implausible.
     """
 
     name: str
@@ -86,7 +85,7 @@ class System:
                 )
 
     def cost_under(self, rules: str) -> CostModel:
-        """The cost model that goes with a set of rules (`simulator.RULES`)."""
+        """The cost model for a set of rules (`simulator.RULES`)."""
         if rules == "infermax_paper" and self.paper is not None:
             return self.paper
         return self.cost_model
@@ -115,7 +114,7 @@ class System:
 
 @dataclass(frozen=True)
 class _Profile:
-    """What is in the file."""
+    """The content of the file."""
 
     format: int
     name: str
@@ -140,8 +139,7 @@ _SAME = {field.name for field in fields(_Profile)} & {field.name for field in fi
 
 
 def load(path: str | Path) -> System:
-    """Reads a system that `System.save` wrote. Raises UnknownSystem with the file and what is
-    wrong."""
+    """Reads a system written by `System.save`. UnknownSystem names the file and the problem."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         return _system(content)
@@ -153,7 +151,7 @@ def load(path: str | Path) -> System:
 
 def _system(content: Any) -> System:
     known = content if isinstance(content, dict) else {}
-    if known.get("format", FORMAT) != FORMAT:  # what else is in it is as that format has it
+    if known.get("format", FORMAT) != FORMAT:  # the other fields are in that format
         raise ValueError(f"format {known['format']!r:.20}, this version reads {FORMAT}")
     profile = read_record(_Profile, content)
     if "rho" in known and "projects" not in known:
