@@ -97,32 +97,6 @@ def test_nothing_is_done_twice(league: Path, tmp_path: Path, nothing_new: None) 
     assert same(league, tmp_path)
 
 
-def test_a_league_that_was_killed_goes_on(
-    league: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    shutil.copytree(league, tmp_path, dirs_exist_ok=True)
-    runs = tmp_path / "figures" / "league.csv"
-    lines = runs.read_text().splitlines(keepends=True)
-    runs.write_text("".join(lines[:22]) + lines[22][:20])  # in the middle of a row
-    done: list[LeagueCase] = []
-
-    def count(case: LeagueCase) -> LeagueNumbers:
-        done.append(case)
-        return run(case)
-
-    monkeypatch.setattr(collect, "run", count)
-    assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
-    assert len(done) == RUNS - 21
-    ahead = capsys.readouterr().err.partition("\n")[0]
-    assert ahead.startswith(
-        f"league: {RUNS - 21} of {RUNS} runs are to be done: a minute or so on "
-    )
-    assert same(league, tmp_path)
-
-
 def test_it_says_how_long_it_will_take() -> None:
     scale = collect.Scale()
     whole = scale.runs(len(collect.entrants()))
@@ -131,12 +105,16 @@ def test_it_says_how_long_it_will_take() -> None:
     assert "a minute or so on 8 processes" in collect.ahead(scale, whole // 9, whole, 8)
 
 
-def test_an_interrupt_loses_nothing(
-    league: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_league_that_was_killed_or_interrupted_goes_on(
+    league: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     shutil.copytree(league, tmp_path, dirs_exist_ok=True)
     runs = tmp_path / "figures" / "league.csv"
-    runs.write_text("".join(runs.read_text().splitlines(keepends=True)[:20]))
+    lines = runs.read_text().splitlines(keepends=True)
+    runs.write_text("".join(lines[:20]) + lines[20][:20])  # killed in the middle of a row
     left = [2]
 
     def interrupted(case: LeagueCase) -> LeagueNumbers:
@@ -149,6 +127,8 @@ def test_an_interrupt_loses_nothing(
     monkeypatch.setattr(cli, "DOCS", str(tmp_path))  # whose runs are known, too, while they are new
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 130
     assert len(rows_of(tmp_path)) == 19 + 2
+    told = f"league: {RUNS - 19} of {RUNS} runs are to be done: a minute or so on "
+    assert capsys.readouterr().err.startswith(told)
     left[0] = RUNS - 21
     assert bench.main([*QUICK, f"--out={tmp_path}"]) == 0
     assert left == [0] and same(league, tmp_path)

@@ -12,8 +12,6 @@ from jaxserve.sched.request import Rule
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Workload
 from jaxserve_lab.experiments.common.runs import Results
@@ -22,6 +20,7 @@ from jaxserve_lab.experiments.scale.cell import Cell, Decision, Numbers
 from jaxserve_lab.experiments.scale.page import QUICK, Fleets
 from jaxserve_lab.experiments.scale.talks import Said, Talk
 from jaxserve_lab.experiments.scale.traffic import HOUR, KINDS, traffic
+from tests.simulator.grouped import simulate
 
 SMALL = ["--quick", "--jobs=1", "--requests=300", "--few=200"]
 
@@ -131,9 +130,7 @@ def test_what_a_replica_serves_is_of_every_request_once(monkeypatch: pytest.Monk
 
 def test_judged_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = traffic(500, 40.0, 0)
-    requests = simulate(
-        "sarathi", workload, system(cell.SYSTEM), engine=EngineOptions(limits=cell.LIMITS)
-    ).requests
+    requests = simulate("sarathi", workload, system(cell.SYSTEM), limits=cell.LIMITS).requests
     monkeypatch.setattr(cell, "PART", 64)
     met = cell._met(requests)
     np.testing.assert_array_equal(met, attained(requests.times, workload.terms).slo(Rule.PAPERS))

@@ -19,12 +19,11 @@ from jaxserve.sched.slo.classes import with_targets
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.request_table import RUNNING, WAITING, Outlook
 from jaxserve.sched.unified.policy_spec import Columns
-from jaxserve.simulator.settings import EngineOptions, RunOptions
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.cost_models import FLAT
 from tests.sched.driver import Drive
+from tests.simulator.grouped import simulate
 
 
 class GivingUp(Policy):
@@ -154,19 +153,7 @@ def test_it_changes_no_schedule_by_itself() -> None:
     workload = Workload.create(np.sort(rng.uniform(0, 0.2, 30)), lengths)
     workload = with_targets(workload, SLO(ttft=0.05, tbt=0.004))
     place, policy = system("llama-2-7b@a100"), LateGivenUp()
-    found = simulate(
-        policy,
-        workload,
-        place,
-        engine=EngineOptions(kv_tokens=2000),
-        run=RunOptions(checked=True),
-    )
-    plain = simulate(
-        "sarathi",
-        workload,
-        place,
-        engine=EngineOptions(kv_tokens=2000),
-        run=RunOptions(compiled=False),
-    )
+    found = simulate(policy, workload, place, kv_tokens=2000, checked=True)
+    plain = simulate("sarathi", workload, place, kv_tokens=2000, compiled=False)
     assert policy.gave > 30
     assert found.requests.token_times.tolist() == plain.requests.token_times.tolist()

@@ -198,15 +198,69 @@ def test_the_parts_of_a_name() -> None:
         ("vllm:key=x", {}, "policy 'vllm': key cannot be set from text"),
         ("rank_o:hypothetical=false", {}, "hypothetical cannot be set"),
         (f"infermax:enough={2**63}", {}, "policy 'infermax': enough must be a whole number below"),
-        ("infermax:enough=-1", {}, "policy 'infermax': enough must be at least 0, got -1"),
         (f"sarathi:max_rows={2**64}", {}, "policy 'sarathi': max_rows must be a whole number"),
-        ("fastserve:queues=1001", {}, "policy 'fastserve': queues must be 1 to 1000, got 1001"),
         ("fastserve:queues=1000:ratio=9", {}, "of the last queue, is no number"),
     ],
 )
 def test_wrong_names_are_refused(name: str, more: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         make_policy(name, **more)
+
+
+OUT_OF_RANGE = [
+    ("accelgen:ttft=0", "ttft must be more than 0, got 0.0"),
+    ("accelgen:tbt=-1", "tbt must be more than 0, got -1.0"),
+    ("accelgen:long=0", "long must be at least 1, got 0"),
+    ("accelgen:late_turn=-1", "late_turn must be at least 0, got -1"),
+    ("accelgen:pivot=0", "pivot must be at least 1, got 0"),
+    ("accelgen:gamma=-1", "gamma must be at least 0, got -1.0"),
+    ("accelgen:watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
+    ("aptserve:slo_decay=1.5", "slo_decay must be between 0 and 1, got 1.5"),
+    ("aptserve:headroom=-0.1", "headroom must be between 0 and 1, got -0.1"),
+    ("aptserve:watermark=2", "watermark must be between 0 and 1, got 2.0"),
+    ("aptserve_kv:penalty=step", "penalty is for those that choose kinds"),
+    ("aptserve_fcfs:penalty=remaining", "penalty is for those that choose kinds"),
+    ("aptserve_s:penalty=redecide", "penalty=redecide needs whole prompts"),
+    ("bros:ttft=0", "ttft must be more than 0, got 0.0"),
+    ("bros:tbt=-1", "tbt must be more than 0, got -1.0"),
+    ("bros:max_age=0", "max_age must be more than 0, got 0.0"),
+    ("bros:floor=0", "floor must be more than 0, got 0.0"),
+    ("bros:initial=0", "initial must be at least 1, got 0"),
+    ("bros:growth=-1", "growth must be at least 0, got -1"),
+    ("bros:late_turn=-1", "late_turn must be at least 0, got -1"),
+    ("bros:watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
+    ("bros:late_watermark=-1", "late_watermark must be at least 0 and below 1, got -1.0"),
+    ("edf:patience=-1", "patience must be at least 0, got -1.0"),
+    ("edf:watermark=-0.1", "watermark must be at least 0 and below 1, got -0.1"),
+    ("fastserve:queues=1001", "queues must be 1 to 1000, got 1001"),
+    ("fastserve:queues=0", "queues must be 1 to 1000, got 0"),
+    ("fastserve:quantum=0", "quantum must be more than 0, got 0.0"),
+    ("fastserve:ratio=1", "ratio must be more than 1, got 1.0"),
+    ("fastserve:patience=-1", "patience must be more than 0, got -1.0"),
+    ("fastserve:max_rows=0", "max_rows must be at least 1, got 0"),
+    ("goodput:ttft=0", "ttft must be more than 0, got 0.0"),
+    ("goodput:tbt=-1", "tbt must be more than 0, got -1.0"),
+    ("goodput:patience=0", "patience must be more than 0, got 0.0"),
+    ("goodput:share=2", "share must be between 0 and 1, got 2.0"),
+    ("goodput:hidden_above=-1", "hidden_above must be between 0 and 1, got -1.0"),
+    ("infermax:enough=-1", "enough must be at least 0, got -1"),
+    ("oracle:seconds=-1", "seconds must be at least 0, got -1.0"),
+    ("oracle:runs=-1", "runs must be at least 0, got -1"),
+    ("qoserve:alpha=-1", "alpha must be at least 0, got -1.0"),
+    ("qoserve:margin=0", "margin must be more than 0, got 0.0"),
+    ("fairbatching:share=2", "share must be from 0 to 1, got 2.0"),
+    ("fairbatching:ttlt=0", "ttlt must be more than 0, got 0.0"),
+    ("slidingserve:watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
+    ("slidingserve:least=-1", "least must be at least 0, got -1"),
+    ("vllm:max_rows=0", "max_rows must be at least 1, got 0"),
+    ("vllm:watermark=1", "watermark must be at least 0 and below 1, got 1.0"),
+]
+
+
+@pytest.mark.parametrize(("name", "problem"), OUT_OF_RANGE)
+def test_values_out_of_range_are_refused(name: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"policy '{name.partition(':')[0]}': {problem}"):
+        make_policy(name)
 
 
 def test_rules_leave_what_the_name_says() -> None:

@@ -20,6 +20,7 @@ def test_lists_every_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 0
     text = capsys.readouterr().out
     for name, entry in policies().items():
+        assert entry.summary and entry.source
         assert f"{name} " in text and entry.summary in text and entry.source in text
     assert "NAME+ef: eviction-free" in text
     assert " watermark=0.01 " in text

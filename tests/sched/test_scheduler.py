@@ -7,11 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxserve.sched.cache.cache_kinds import CacheKind
-from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt, ProjectToKV
+from jaxserve.sched.plan import BatchPlan, InvalidPlan, Operation, Preempt
 from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler, request_bytes
@@ -31,15 +28,13 @@ class Scripted(Policy):
 
 
 def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
-    """preempt, project: rows that lose all, rows whose hidden caches become KV."""
+    """preempt: rows that lose all."""
     fields.setdefault("reserve", tokens)
     fields.setdefault("kinds", [0] * len(rows))
     arrays = {k: np.array(v, np.int64) for k, v in fields.items()}
     operations: list[Operation] = []
     if "preempt" in arrays:
         operations.append(Preempt.whole(arrays.pop("preempt")))
-    if "project" in arrays:
-        operations.append(ProjectToKV(arrays.pop("project")))
     lists = np.array(rows, np.int64), np.array(tokens, np.int64)
     return BatchPlan(*lists, **arrays, operations=tuple(operations))
 
@@ -92,15 +87,6 @@ def test_room_is_for_the_cached_tokens_too(scheduler: Scheduler) -> None:
         scheduler.schedule(0.0)
 
 
-def test_refuses_planned_and_preempted(scheduler: Scheduler) -> None:
-    policy = scheduler.policy
-    policy.next = plan([0], [6])  # type: ignore[attr-defined]
-    scheduler.schedule(0.0)
-    policy.next = plan([0], [1], reserve=[7], preempt=[0])  # type: ignore[attr-defined]
-    with pytest.raises(InvalidPlan, match="planned and preempted"):
-        scheduler.schedule(0.0)
-
-
 def test_books_chunks_tokens_and_preemptions(scheduler: Scheduler) -> None:
     policy, table = scheduler.policy, scheduler.table
     policy.next = plan([0], [4])  # type: ignore[attr-defined]
@@ -115,6 +101,13 @@ def test_books_chunks_tokens_and_preemptions(scheduler: Scheduler) -> None:
     assert table.state[0] == State.WAITING and table.computed[0] == 0
     assert table.pending(np.array([0]))[0] == 7, "prompt and the generated token are refilled"
     assert scheduler.preemptions == 1
+
+
+def test_limits_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_prefill_tokens"):
+        Limits(16, 32, 4)
+    with pytest.raises(ValueError, match="max_rows"):
+        Limits(16, 16, 0)
 
 
 def test_the_order_of_the_last_batches_is_kept_over_steps(scheduler: Scheduler) -> None:
@@ -174,102 +167,6 @@ def test_a_policy_is_told_when_the_step_in_flight_ends() -> None:
     made.schedule(5.0, 4.5)
     made.schedule(6.0)
     assert policy.told == [3.0, 4.5, 5.0, 6.0], "now, where nothing is in flight, or it is late"
-
-
-@given(
-    gaps=st.lists(st.sampled_from([0.0625, 0.125, 0.25, 0.5]), max_size=12),
-    tbt=st.sampled_from([0.1, 0.125, 0.3, None]),
-)
-def test_the_table_knows_when_tokens_came(gaps: list[float], tbt: float | None) -> None:
-    table = RequestTable(3)
-    table.add(Request("other", (1,)))
-    for _ in range(2):  # the second time in a row that another one had
-        row = table.add(Request("a", (1,), slo=SLO(tbt=tbt), arrival=1.0))
-        seen = (table.first_token[row], table.late_gaps[row], table.longest_gap[row])
-        assert seen == (np.inf, 0, 0.0)
-        times = (2.0 + np.cumsum([0.0, *gaps])).tolist()
-        for time in times:
-            table.receive(np.array([row]), time)
-        assert (table.first_token[row], table.last_token[row]) == (2.0, times[-1])
-        assert table.received[row] == len(times)
-        assert table.late_gaps[row] == sum(gap > (tbt or np.inf) for gap in gaps)
-        assert table.longest_gap[row] == max(gaps, default=0.0)
-        table.remove(row)
-    assert table.first_token[0] == np.inf and table.received[0] == 0
-
-
-KV, HIDDEN = CacheKind.KV, CacheKind.HIDDEN
-
-
-def hybrid(num_blocks: int = 8, rho: float | None = 0.0) -> Scheduler:
-    """Two requests of six tokens; blocks of four."""
-    made = Scheduler(
-        Scripted(),
-        Limits(16, 16, 2),
-        num_blocks=num_blocks,
-        block_size=4,
-        max_model_len=32,
-        capacity=4,
-        cost_model=FLAT,
-        rho=rho,
-    )
-    for i in range(2):
-        made.add(Request(str(i), (1,) * 6, SamplingParams(max_tokens=4)))
-    return made
-
-
-def run(scheduler: Scheduler, rows: list[int], tokens: list[int], **fields: Any) -> None:
-    scheduler.policy.next = plan(rows, tokens, **fields)  # type: ignore[attr-defined]
-    scheduler.schedule(0.0)
-    check_pool(scheduler.pool)
-
-
-def test_a_hidden_cache_becomes_kv_in_place() -> None:
-    made = hybrid()
-    run(made, [0, 1], [6, 6], kinds=[HIDDEN, KV])
-    assert made.pool.num_free == 8 - 2 - 4
-    before = made.pool.tables[0, 0, :2].tolist()
-    run(made, [0], [1], reserve=[7], kinds=[KV], project=[0])
-    assert made.pool.num_free == 0 and made.pool.kind[0] == KV
-    assert made.pool.tables[0, 0, :2].tolist() == before
-    assert made.table.computed[0] == 7 and made.preemptions == 0
-
-
-@pytest.mark.parametrize(
-    ("bad", "problem"),
-    [
-        ({"kinds": [KV], "project": []}, "planned as KV without ProjectToKV"),
-        ({"kinds": [HIDDEN], "project": [0]}, "not planned as KV becomes KV"),
-        ({"kinds": [KV], "project": [0, 0]}, "becomes KV twice"),
-    ],
-)
-def test_projections_are_said_and_are_of_planned_hidden_rows(
-    bad: dict[str, Any], problem: str
-) -> None:
-    made = hybrid()
-    run(made, [0], [6], kinds=[HIDDEN])
-    with pytest.raises(InvalidPlan, match=problem):
-        run(made, [0], [1], reserve=[7], **bad)
-    assert made.pool.num_free == 6 and made.pool.kind[0] == HIDDEN
-
-
-def test_a_kv_cache_becomes_hidden_through_preemption_only() -> None:
-    made = hybrid()
-    run(made, [0], [6], kinds=[KV])
-    with pytest.raises(InvalidPlan, match="without preemption"):
-        run(made, [0], [1], reserve=[7], kinds=[HIDDEN])
-    run(made, [], [], preempt=[0])
-    run(made, [0], [7], kinds=[HIDDEN])
-    assert made.pool.num_free == 8 - 2
-
-
-def test_hidden_caches_need_memory_and_a_device_that_reads_them() -> None:
-    with pytest.raises(InvalidPlan, match="where there are none"):
-        run(hybrid(rho=None), [0], [6], kinds=[HIDDEN])
-    made = hybrid(num_blocks=5)
-    run(made, [0, 1], [6, 6], kinds=[HIDDEN, HIDDEN])
-    with pytest.raises(InvalidPlan, match="more blocks"):
-        run(made, [0, 1], [1, 1], reserve=[7, 7], kinds=[KV, KV], project=[0, 1])
 
 
 def test_memory_grows_by_so_much_a_request() -> None:

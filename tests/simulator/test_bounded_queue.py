@@ -20,11 +20,12 @@ from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator import simulator
 from jaxserve.simulator.figures import plots
 from jaxserve.simulator.results import BatchRecords, RequestRecords, SimulationResult
-from jaxserve.simulator.settings import BATCH, REFUSED, EngineOptions, FleetOptions, RunOptions
+from jaxserve.simulator.settings import BATCH, REFUSED
 from jaxserve.simulator.simulate import cli as command
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
+from tests.simulator.grouped import simulate
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 
@@ -39,10 +40,7 @@ def test_who_finds_rows_and_queue_full_is_refused() -> None:
     # One row and a queue of one: the first runs until 3 s, the second waits for it. The third comes
     # while both are unfinished; when the fourth comes, the first is over.
     result = simulate(
-        "vllm",
-        at(0.0, 0.5, 1.5, 4.5),
-        SECOND,
-        engine=EngineOptions(kv_tokens=99, limits=Limits(9, 9, 1), max_queue=1),
+        "vllm", at(0.0, 0.5, 1.5, 4.5), SECOND, kv_tokens=99, limits=Limits(9, 9, 1), max_queue=1
     )
     requests = result.requests
     assert requests.replica.tolist() == [0, 0, REFUSED, 0]
@@ -62,40 +60,20 @@ def test_who_finds_rows_and_queue_full_is_refused() -> None:
     plots.cdfs([("vllm", result)])
 
 
-def test_a_queue_of_none_holds_the_rows_alone() -> None:
-    workload = at(*[0.0] * 5)
-    result = simulate(
-        "sarathi",
-        workload,
-        SECOND,
-        engine=EngineOptions(kv_tokens=999, limits=Limits(99, 99, 2), max_queue=0),
-    )
-    assert result.requests.replica.tolist() == [0, 0, REFUSED, REFUSED, REFUSED]
-
-
 def test_each_replica_has_a_queue_of_its_own() -> None:
     workload = Workload.create(all_at_once(4), Lengths(np.full(4, 4), np.array([50, 3, 3, 3])))
     limits = Limits(99, 99, 1)
     result = simulate(
-        "sarathi",
-        workload,
-        SECOND,
-        engine=EngineOptions(kv_tokens=99, limits=limits, max_queue=0),
-        fleet=FleetOptions(replicas=2),
+        "sarathi", workload, SECOND, kv_tokens=99, limits=limits, max_queue=0, replicas=2
     )
     assert result.requests.replica.tolist() == [0, 1, REFUSED, REFUSED]
 
 
 def test_impossible_queues_are_refused() -> None:
     with pytest.raises(SimulationError, match="max_queue must be at least 0, got -1"):
-        simulate(
-            "vllm",
-            at(0.0),
-            SECOND,
-            engine=EngineOptions(kv_tokens=99, limits=Limits(9, 9, 1), max_queue=-1),
-        )
+        simulate("vllm", at(0.0), SECOND, kv_tokens=99, limits=Limits(9, 9, 1), max_queue=-1)
     with pytest.raises(SimulationError, match="needs a limit of max_rows"):
-        simulate("vllm", at(0.0), SECOND, engine=EngineOptions(kv_tokens=99, max_queue=1))
+        simulate("vllm", at(0.0), SECOND, kv_tokens=99, max_queue=1)
 
 
 @given(
@@ -114,11 +92,7 @@ def test_never_are_more_unfinished_and_the_refused_change_nothing(
     workload = Workload.create(arrival, Lengths(rng.integers(1, 300, 30), rng.integers(1, 40, 30)))
     place, limits = system("llama-2-7b@a100"), Limits(400, 128, rows)
     result = simulate(
-        policy,
-        workload,
-        place,
-        engine=EngineOptions(kv_tokens=900, limits=limits, max_queue=queue),
-        run=RunOptions(checked=True),
+        policy, workload, place, kv_tokens=900, limits=limits, max_queue=queue, checked=True
     )
     requests = result.requests
     served = ~requests.refused
@@ -126,9 +100,7 @@ def test_never_are_more_unfinished_and_the_refused_change_nothing(
         before = served[:number]
         unfinished = int((requests.finish[:number][before] > arrival[number]).sum())
         assert served[number] == (unfinished < rows + queue)
-    alone = simulate(
-        policy, workload.select(served), place, engine=EngineOptions(kv_tokens=900, limits=limits)
-    )
+    alone = simulate(policy, workload.select(served), place, kv_tokens=900, limits=limits)
     np.testing.assert_allclose(alone.requests.token_times, requests.token_times, rtol=1e-12)
 
 
@@ -146,19 +118,6 @@ def test_the_command_counts_refusals(capsys: pytest.CaptureFixture[str], tmp_pat
     assert command.main(["--policy=vllm", "--workload=fixed:64x8x10", "--max_queue=3"]) == 2
     assert "max_queue needs a limit of max_rows" in capsys.readouterr().err
     assert command.main([*argv, "--max_queue=-3"]) == 2
-
-
-def test_times_without_tokens_are_nan() -> None:
-    result = simulate(
-        "vllm",
-        at(0.0, 0.0),
-        SECOND,
-        engine=EngineOptions(kv_tokens=99, limits=Limits(9, 9, 1), max_queue=0),
-    )
-    requests = result.requests
-    for times in (requests.first_token, requests.finish, requests.ttft, requests.latency):
-        assert np.isfinite(times).tolist() == [True, False]
-    assert requests.tpot.tolist() == [1.0]
 
 
 def test_means_of_nothing_are_none(
@@ -191,5 +150,5 @@ def test_means_of_nothing_are_none(
 
 def test_one_token_each_has_no_time_between_tokens() -> None:
     workload = Workload.create(np.zeros(2), fixed_lengths(4, 1, 2))
-    summary = simulate("vllm", workload, SECOND, engine=EngineOptions(kv_tokens=99)).summary()
+    summary = simulate("vllm", workload, SECOND, kv_tokens=99).summary()
     assert (summary["mean_tpot_s"], summary["mean_ttft_s"]) == (None, 1.0)

@@ -3,6 +3,7 @@ here."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,10 @@ from jaxserve.sched.registry import (
 from jaxserve.sched.state.request_table import State
 from jaxserve.simulator import dispatch
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulate import cli as command
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 OPT = system("opt-13b@a100-40g")
 # What a search finds is one of these, or in `test_oracle.py`.
@@ -39,25 +38,6 @@ OWN = [name for name in policies() if is_built_in(name) and name != "oracle"]
 # The variants of one of each kind: with a key, with what lapses, with neither, with expectations.
 BASES = ("vllm", "edf", "priority", "infermax")
 NAMES = OWN + [f"{name}+{suffix}" for name in BASES for suffix in variants()]
-GREEDY_FILE = """
-import numpy as np
-
-from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Policy
-from jaxserve.sched.registry import register
-from jaxserve.sched.state.request_table import State
-
-
-@register("greedy", summary="takes all there is and more", source="a test")
-class Greedy(Policy):
-    chunked = False
-
-    def plan(self, view, now):
-        table = view.table
-        rows = np.append(table.in_state(State.RUNNING), table.in_state(State.WAITING))
-        tokens = table.pending(rows)
-        return BatchPlan(rows, tokens, table.computed[rows] + tokens, np.zeros_like(rows))
-"""
 
 
 class Greedy(Policy):
@@ -70,6 +50,19 @@ class Greedy(Policy):
         rows = np.append(table.in_state(State.RUNNING), table.in_state(State.WAITING))
         tokens = table.pending(rows)
         return BatchPlan(rows, tokens, table.computed[rows] + tokens, np.zeros_like(rows))
+
+
+GREEDY_FILE = f"""
+import numpy as np
+
+from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.policy import Policy, View
+from jaxserve.sched.registry import register
+from jaxserve.sched.state.request_table import State
+
+
+@register("greedy", summary="takes all there is and more", source="a test")
+{inspect.getsource(Greedy)}"""
 
 
 def contended(seed: int = 3, count: int = 24) -> Workload:
@@ -86,7 +79,7 @@ def is_compiled(name: str) -> bool:
 
 def run(policy: str | Policy, workload: Workload, **options: Any) -> SimulationResult:
     asked = {"kv_tokens": 640, "host_tokens": 64, "limits": Limits(400, 64, 12), **options}
-    return simulate(policy, workload, OPT, **grouped(**asked))
+    return simulate(policy, workload, OPT, **asked)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,7 +135,7 @@ def test_a_users_plans_are_checked(limits: Limits, kv_tokens: int, problem: str)
     workload = contended()
     options: dict[str, Any] = {"limits": limits, "kv_tokens": kv_tokens}
     with pytest.raises(InvalidPlan, match=problem):
-        simulate(Greedy(), workload, OPT, **grouped(**options))
+        simulate(Greedy(), workload, OPT, **options)
 
 
 def test_a_policy_of_ours_in_a_users_hands_is_checked() -> None:
@@ -174,13 +167,7 @@ def test_what_a_user_registers_is_not_built_in() -> None:
 def test_over_commitment_is_one_line_even_unchecked() -> None:
     workload, limits = contended(), Limits(9999, 9999, 99)
     with pytest.raises(InvalidPlan, match=r"more blocks than are free \(\d+ blocks wanted, \d+"):
-        simulate(
-            Greedy(),
-            workload,
-            OPT,
-            engine=EngineOptions(kv_tokens=640, limits=limits),
-            run=RunOptions(checked=False),
-        )
+        simulate(Greedy(), workload, OPT, kv_tokens=640, limits=limits, checked=False)
 
 
 def test_the_command_says_it_in_one_line(

@@ -21,16 +21,14 @@ from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.figures.chrome_trace import write_trace
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions, RunOptions, TrafficOptions
 from jaxserve.simulator.simulate import cli as command
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop, parse_closed_loop
 from jaxserve.simulator.workloads.lengths import Uniform
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Lengths, Workload, WorkloadError
-from tests.moving_caches import MovingCaches
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 SEVEN = system("llama-2-7b@a100")
@@ -96,11 +94,7 @@ def test_the_next_batch_comes_when_the_last_of_one_has_ended() -> None:
     """Three steps of 1 s each, without overlap; a real-time request takes part in some."""
     workload = of([1.5], [4], [2], SLO())
     result = simulate(
-        "vllm",
-        workload,
-        SECOND,
-        engine=EngineOptions(kv_tokens=99, overlap=False),
-        traffic=TrafficOptions(best_effort=TWO, until=9.0),
+        "vllm", workload, SECOND, kv_tokens=99, overlap=False, best_effort=TWO, until=9.0
     )
     requests = result.requests
     assert requests.arrival.tolist() == [0.0, 0.0, 1.5, 4.0, 4.0, 7.0, 7.0]
@@ -127,13 +121,7 @@ def test_who_goes_on_is_judged_by_the_time_that_has_passed() -> None:
 
     def shares(slo: SLO) -> tuple[float | None, ...]:
         workload = of([0.0, 4.2], [4, 4], [9, 1], slo)
-        result = simulate(
-            "vllm",
-            workload,
-            SECOND,
-            engine=EngineOptions(kv_tokens=99, overlap=False),
-            traffic=TrafficOptions(until=4.5),
-        )
+        result = simulate("vllm", workload, SECOND, kv_tokens=99, overlap=False, until=4.5)
         assert result.requests.tokens.tolist() == [4, 0]
         found = result.summary()
         assert found["goodput_per_s"] == 0.0  # nobody has ended
@@ -151,11 +139,7 @@ def test_who_goes_on_is_judged_by_the_time_that_has_passed() -> None:
 
 def test_a_gap_that_is_still_open_counts() -> None:
     result = simulate(
-        "vllm",
-        of([0.0], [4], [2], SLO(tbt=0.3)),
-        SECOND,
-        engine=EngineOptions(kv_tokens=99, overlap=False),
-        traffic=TrafficOptions(until=1.9),
+        "vllm", of([0.0], [4], [2], SLO(tbt=0.3)), SECOND, kv_tokens=99, overlap=False, until=1.9
     )
     asked, met = result.requests.workload.terms, result.requests.times
     assert attained(met, asked).tbt.tolist() == [False]
@@ -183,7 +167,7 @@ def test_steps_together_or_one_by_one_until_the_end(
     options |= {"limits": Limits(512, 128, 12), "seed": seed, "record_rows": True, "until": until}
     for loop in (VARIED, None):
         one, other = (
-            simulate(policy, workload, place, **grouped(best_effort=loop, coast=coast, **options))
+            simulate(policy, workload, place, best_effort=loop, coast=coast, **options)
             for coast in (True, False)
         )
         for name in ("token_times", "preemptions", "replica", "tokens", "arrival"):
@@ -219,33 +203,10 @@ def check(result: SimulationResult, workload: Workload, until: float) -> None:
             assert r.arrival[loop[behind]] == r.finish[batch].max()
 
 
-def test_no_step_is_taken_across_the_end_of_a_batch() -> None:
-    workload = of([0.0], [20], [300], SLO())
-    one, other = (
-        simulate(
-            "sarathi",
-            workload,
-            SEVEN,
-            traffic=TrafficOptions(best_effort=VARIED, until=4.0),
-            run=RunOptions(coast=coast),
-        ).requests
-        for coast in (True, False)
-    )
-    assert (one.workload.tier == Tier.BEST_EFFORT).sum() >= 18
-    np.testing.assert_array_equal(one.arrival, other.arrival)
-    np.testing.assert_allclose(one.token_times, other.token_times, rtol=1e-12)
-
-
 def test_every_policy_gets_the_same_requests() -> None:
     workload = of([0.1, 0.9], [50, 50], [20, 20], SLO())
     found = [
-        simulate(
-            policy,
-            workload,
-            SEVEN,
-            traffic=TrafficOptions(best_effort=VARIED, until=3.0),
-            run=RunOptions(seed=5),
-        ).requests
+        simulate(policy, workload, SEVEN, best_effort=VARIED, until=3.0, seed=5).requests
         for policy in ("vllm", "priority")
     ]
     loops = [np.flatnonzero(r.workload.tier == Tier.BEST_EFFORT) for r in found]
@@ -254,13 +215,7 @@ def test_every_policy_gets_the_same_requests() -> None:
     for name in ("prompt_len", "output_len"):
         first, second = (getattr(r, name)[i[:count]] for r, i in zip(found, loops, strict=True))
         np.testing.assert_array_equal(first, second)
-    other = simulate(
-        "vllm",
-        workload,
-        SEVEN,
-        traffic=TrafficOptions(best_effort=VARIED, until=3.0),
-        run=RunOptions(seed=6),
-    ).requests
+    other = simulate("vllm", workload, SEVEN, best_effort=VARIED, until=3.0, seed=6).requests
     assert other.prompt_len[:8].tolist() != found[0].prompt_len[:8].tolist()
 
 
@@ -282,12 +237,7 @@ def test_every_policy_gets_the_same_requests() -> None:
 def test_what_cannot_be_simulated(options: dict[str, Any], problem: str) -> None:
     limits = Limits(96, 96, 4)
     with pytest.raises(SimulationError, match=problem):
-        simulate(
-            "vllm",
-            of([1.0], [4], [3], SLO()),
-            SECOND,
-            **grouped(kv_tokens=99, limits=limits, **options),
-        )
+        simulate("vllm", of([1.0], [4], [3], SLO()), SECOND, kv_tokens=99, limits=limits, **options)
 
 
 def test_a_workload_for_a_time() -> None:
@@ -312,12 +262,7 @@ def test_a_workload_for_a_time() -> None:
 def test_the_trace_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
     workload = of([0.0, 0.3, 1.95], [50, 50, 900], [400, 20, 5], SLO())
     result = simulate(
-        "vllm",
-        workload,
-        SEVEN,
-        engine=EngineOptions(kv_tokens=2000),
-        traffic=TrafficOptions(best_effort=VARIED, until=2.0),
-        run=RunOptions(record_rows=True),
+        "vllm", workload, SEVEN, kv_tokens=2000, best_effort=VARIED, until=2.0, record_rows=True
     )
     assert not result.requests.finished.all() and (result.requests.tokens == 0).any()
     write_trace(result, tmp_path / "trace.json", {})
@@ -327,24 +272,6 @@ def test_the_trace_of_a_run_that_was_cut_off(tmp_path: Path) -> None:
     ]
     assert len(slices) == len(result.requests)
     assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(2e6)
-
-
-def test_saved_and_loaded_slots_are_counted() -> None:
-    policy = MovingCaches(3)
-    workload = of([0.0] * 6, [20, 30, 40, 20, 30, 40], [40] * 6, SLO())
-    result = simulate(
-        policy,
-        workload,
-        SEVEN,
-        engine=EngineOptions(kv_tokens=900, host_tokens=4000, limits=Limits(64, 64, 8)),
-        traffic=TrafficOptions(until=60.0),
-    )
-    assert policy.did["checkpoint"] and policy.did["restore"]
-    summary = result.summary()
-    assert summary["saved_slots"] == result.batches.saved_slots.sum() > 0
-    assert summary["loaded_slots"] == result.batches.loaded_slots.sum() > 0
-    assert summary["recomputed_tokens"] == result.batches.num_recomputed.sum() > 0
-    assert summary["peak_shared_blocks"] == summary["mean_shared_blocks"] == 0
 
 
 RUN = ["--workload=fixed:40x20x5", "--policy=vllm,priority", "--jobs=1", "--seeds=2"]

@@ -19,11 +19,10 @@ from jaxserve.sched.policies.sarathi import sarathi
 from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from jaxserve.simulator.replica.counted_pool import CountedPool
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.sched.cache.invariants import check_pool
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 ROWS, WIDTH = 6, 8
 row_sets = st.lists(st.integers(0, ROWS - 1), min_size=1, unique=True).map(np.array)
@@ -124,12 +123,10 @@ def test_a_policy_that_asks_is_told_unless_it_says_it_counts() -> None:
     options: dict[str, Any] = {"kv_tokens": 640, "limits": Limits(400, 64, 12)}
     plain = sarathi()
     asks = _Asks(plain.groups, plain.mixed_batches, plain.chunked)
-    named = simulate(asks, workload, system("opt-13b@a100-40g"), **grouped(**options))
+    named = simulate(asks, workload, system("opt-13b@a100-40g"), **options)
     assert len(named.requests) == 4, "plans are checked, with ids"
     with pytest.raises(ValueError, match="a policy with counts_blocks asked for ids"):
-        simulate(asks, workload, system("opt-13b@a100-40g"), **grouped(checked=False, **options))
+        simulate(asks, workload, system("opt-13b@a100-40g"), checked=False, **options)
     object.__setattr__(asks, "counts_blocks", False)
-    found = simulate(
-        asks, workload, system("opt-13b@a100-40g"), **grouped(checked=False, **options)
-    )
+    found = simulate(asks, workload, system("opt-13b@a100-40g"), checked=False, **options)
     np.testing.assert_array_equal(found.requests.token_times, named.requests.token_times)

@@ -12,14 +12,13 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.simulator.replica import replica
 from jaxserve.simulator.replica.drafter import Guesses
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions, RunOptions
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import parse_closed_loop
 from jaxserve.simulator.workloads.guessable import Chances
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Workload
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 PLACE = system("llama-3-70b@4xa100")
 
@@ -32,7 +31,7 @@ def workload(
 
 
 def run(policy: str, work: Workload, **options: Any) -> SimulationResult:
-    return simulate(policy, work, PLACE, **grouped(**{"checked": True, **options}))
+    return simulate(policy, work, PLACE, **{"checked": True, **options})
 
 
 def test_without_guesses_nothing_changes() -> None:
@@ -83,9 +82,7 @@ def test_a_step_with_drafts_is_finished_before_the_next_is_planned(
 
     monkeypatch.setattr(replica.Replica, "_launch", watched)
     place = replace(PLACE, host=HostOverhead(plan=1e-3, launch=1e-3, finish=1e-3))
-    found = simulate(
-        "sarathi+spec", workload(0.7, 0.8), place, engine=EngineOptions(overlap=overlap)
-    )
+    found = simulate("sarathi+spec", workload(0.7, 0.8), place, overlap=overlap)
     assert found.requests.finished.all()
     assert all(step is None or step.drafts is None for step in flying)
     waited = [step is None for step in flying]
@@ -110,7 +107,7 @@ def test_the_host_time_that_drafts_expose_is_what_policies_see(
     simulate("sarathi+spec", workload(0.5, 0.6), place)
     assert seen[0] == 0 and seen[-1] == pytest.approx(6e-3, rel=0.01)
     seen.clear()
-    simulate("sarathi+spec", workload(0.5, 0.6), place, engine=EngineOptions(overlap=False))
+    simulate("sarathi+spec", workload(0.5, 0.6), place, overlap=False)
     assert set(seen) == {0.0}
     # Where waiting for the host costs as much as a step, drafts hardly pay. Where each step waits
     # for the host anyway, they are free.
@@ -158,4 +155,4 @@ def test_replicas_and_closed_loops_draft_too() -> None:
 
 def test_drafts_are_priced_in_python() -> None:
     with pytest.raises(SimulationError, match="drafts are not compiled"):
-        simulate("sarathi+spec", workload(0.5, 0.5), PLACE, run=RunOptions(compiled=True))
+        simulate("sarathi+spec", workload(0.5, 0.5), PLACE, compiled=True)

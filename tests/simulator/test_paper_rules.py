@@ -11,12 +11,11 @@ import pytest
 from jaxserve.config import CacheConfig
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.simulator.settings import EngineOptions
 from jaxserve.simulator.simulate.cli import main
-from jaxserve.simulator.simulator import RULES, Rules, policy_under, simulate
+from jaxserve.simulator.simulator import RULES, Rules, policy_under
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 SEVEN = system("llama-2-7b@a100")
 # Of the authors' published simulator, C = 4,096: latency in seconds, batches, preemptions.
@@ -53,7 +52,7 @@ def test_the_reference_in_python_gives_them_too(
 ) -> None:
     requests = WorkloadSpec(workload).make_workload()
     how: dict[str, Any] = {"rules": "infermax_paper", "compiled": False}
-    found = simulate(policy, requests, SEVEN, **grouped(kv_tokens=kv_tokens, **how))
+    found = simulate(policy, requests, SEVEN, kv_tokens=kv_tokens, **how)
     check(found.summary(), latency, batches, preemptions)
 
 
@@ -79,16 +78,11 @@ def test_what_a_measured_engine_has_is_not_in_a_papers_rules() -> None:
         block_size=32,
     )
     bare, full = (
-        simulate(
-            "sarathi", requests, place, engine=EngineOptions(kv_tokens=2000, rules="infermax_paper")
-        ).summary()
+        simulate("sarathi", requests, place, kv_tokens=2000, rules="infermax_paper").summary()
         for place in (SEVEN, measured)
     )
     assert full == bare
-    assert (
-        simulate("sarathi", requests, measured, engine=EngineOptions(kv_tokens=2000)).summary()
-        != bare
-    )
+    assert simulate("sarathi", requests, measured, kv_tokens=2000).summary() != bare
 
 
 def test_rules_set_what_the_policies_of_that_paper_share() -> None:

@@ -10,21 +10,19 @@ import pytest
 
 from jaxserve.sched.policy import Limits
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions, FleetOptions, Routing
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.settings import Routing
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Workload
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 PLACE, BLOCK = system("llama-3-8b@a100"), 16
 
 
 def served(work: Workload, policy: str = "sarathi", **options: Any) -> SimulationResult:
-    return simulate(
-        policy, work, PLACE, **grouped(block_size=BLOCK, prefix_caching=True, **options)
-    )
+    return simulate(policy, work, PLACE, block_size=BLOCK, prefix_caching=True, **options)
 
 
 def drawn(name: str, count: int, rate: float) -> Workload:
@@ -47,7 +45,7 @@ def test_what_is_found_takes_no_time() -> None:
     work = drawn("conversation", 80, 6.0)
     with_it, without = (
         served(work),
-        simulate("sarathi", work, PLACE, engine=EngineOptions(block_size=BLOCK)),
+        simulate("sarathi", work, PLACE, block_size=BLOCK),
     )
     assert with_it.requests.found is not None and without.requests.found is None
     saved = without.batches.num_tokens.sum() - with_it.batches.num_tokens.sum()
@@ -94,12 +92,7 @@ def test_without_prefix_caching_affinity_is_least_loaded() -> None:
     work = drawn("conversation", 60, 4.0)
     ways = ("prefix_affinity", "least_loaded")
     one, other = (
-        simulate(
-            "sarathi",
-            work,
-            PLACE,
-            fleet=FleetOptions(replicas=3, routing=Routing(name, interval=0.5)),
-        )
+        simulate("sarathi", work, PLACE, replicas=3, routing=Routing(name, interval=0.5))
         for name in ways
     )
     assert (one.requests.replica == other.requests.replica).all()
@@ -113,9 +106,7 @@ def test_host_memory_keeps_what_leaves_the_pool_where_that_pays() -> None:
         k = dataclasses.replace(model.coefficients, swapped_slot=swapped)
         place = dataclasses.replace(PLACE, cost_model=dataclasses.replace(model, coefficients=k))
         memory = {"kv_tokens": 20_000, "host_tokens": host_tokens}
-        return simulate(
-            "sarathi", work, place, **grouped(block_size=BLOCK, prefix_caching=True, **memory)
-        )
+        return simulate("sarathi", work, place, block_size=BLOCK, prefix_caching=True, **memory)
 
     def found(result: SimulationResult) -> int:
         assert result.requests.found is not None

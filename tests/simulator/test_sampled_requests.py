@@ -17,11 +17,9 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.optimal.problem import OptimalError, Problem
 from jaxserve.simulator.replica.arrivals import Requests
-from jaxserve.simulator.settings import EngineOptions
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 # A step takes a second, and a hundredth more for each row where anybody samples.
 COST = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0, sampled_row=0.01), 1)
@@ -35,9 +33,7 @@ def workload(*greedy: bool, output: tuple[int, ...] = ()) -> Workload:
 
 
 def run(asked: Workload, **options: Any) -> np.ndarray:
-    result = simulate(
-        "vllm", asked, COST, **grouped(kv_tokens=999, limits=Limits(99, 99, 9), **options)
-    )
+    result = simulate("vllm", asked, COST, kv_tokens=999, limits=Limits(99, 99, 9), **options)
     return result.batches.duration
 
 
@@ -54,9 +50,7 @@ def test_padded_rows_sample_too() -> None:
     place = replace(
         system("opt-1.3b@a100"), cost_model=COST, padding=Padding((1, 8), (16, 64)), rho=None
     )
-    result = simulate(
-        "vllm", workload(True, False, True), place, engine=EngineOptions(limits=Limits(64, 64, 9))
-    )
+    result = simulate("vllm", workload(True, False, True), place, limits=Limits(64, 64, 9))
     np.testing.assert_allclose(result.batches.duration[1:], 1.08)
 
 
@@ -69,7 +63,7 @@ def test_requests_say_how_they_sample() -> None:
 
 def test_the_table_of_requests_has_it() -> None:
     asked = workload(True, False).select(np.array([1, 0]))
-    result = simulate("vllm", asked, COST, engine=EngineOptions(kv_tokens=999))
+    result = simulate("vllm", asked, COST, kv_tokens=999)
     assert result.request_table()["greedy"].tolist() == [False, True]
 
 

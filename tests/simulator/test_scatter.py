@@ -13,10 +13,9 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.profiles import System
 from jaxserve.sched.cost.served_steps import ServedSteps
 from jaxserve.sched.cost.step_residuals import LOTS, RUN, Draws, Scatter, first_lot, fit_scatter
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 STEPS = 4000
 SEVEN = system("llama-2-7b@a100").cost_model
@@ -108,7 +107,7 @@ def test_the_seed_says_what_is_drawn_and_replicas_are_apart() -> None:
 
 def run(policy: str, workload: Workload, scatter: Scatter | None, **how: Any) -> Any:
     place = System("noisy", SEVEN, kv_tokens=4000, max_batch_tokens=256, scatter=scatter)
-    return simulate(policy, workload, place, **grouped(**how))
+    return simulate(policy, workload, place, **how)
 
 
 @pytest.mark.parametrize(("policy", "replicas"), [("sarathi", 1), ("vllm", 2)])

@@ -18,14 +18,12 @@ from jaxserve.sched.policy import Limits, Policy, View
 from jaxserve.sched.registry import policies
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.slo.classes import with_targets
-from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions, FleetOptions, RunOptions
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 PER_TOKEN = LinearCostModel(Coefficients(1.0, 0, 0, 0, 0, 0, 0, 0, 0), 1)
@@ -43,9 +41,7 @@ def times(result: SimulationResult, request: int) -> list[float]:
 
 
 def test_one_request_alone() -> None:
-    result = simulate(
-        "vllm", of([2.0], [5], [3]), PER_TOKEN, engine=EngineOptions(kv_tokens=100, block_size=1)
-    )
+    result = simulate("vllm", of([2.0], [5], [3]), PER_TOKEN, kv_tokens=100, block_size=1)
     assert times(result, 0) == [7.0, 8.0, 9.0]
     summary = result.summary()
     assert summary["latency_s"] == 7.0
@@ -60,14 +56,10 @@ def test_with_overlap_an_arrival_waits_for_the_plan_after_next() -> None:
     # Step k is planned when step k - 2 ends: who comes at 1.5 s is in the plan that is made at 2 s,
     # for the step that starts at 3 s.
     workload = of([0.0, 1.5], [4, 4], [9, 1])
-    overlapped = simulate(
-        "sarathi", workload, SECOND, engine=EngineOptions(kv_tokens=99, block_size=1)
-    )
+    overlapped = simulate("sarathi", workload, SECOND, kv_tokens=99, block_size=1)
     assert times(overlapped, 0) == [float(t) for t in range(1, 10)]
     assert times(overlapped, 1) == [4.0]
-    direct = simulate(
-        "sarathi", workload, SECOND, engine=EngineOptions(kv_tokens=99, block_size=1, overlap=False)
-    )
+    direct = simulate("sarathi", workload, SECOND, kv_tokens=99, block_size=1, overlap=False)
     assert times(direct, 1) == [3.0]
 
 
@@ -76,19 +68,13 @@ def test_a_host_that_slept_wakes_up_and_takes_in_who_has_come_by_then() -> None:
     # loop takes half a second, which the device hides.
     host = HostOverhead(receive=0.5, receive_row=1.0, wake=2.0)
     place = dataclasses.replace(SEVEN, cost_model=SECOND, host=host, padding=None)
-    found = simulate(
-        "sarathi", of([0.0, 1.5], [4, 4], [3, 3]), place, run=RunOptions(compiled=False)
-    )
+    found = simulate("sarathi", of([0.0, 1.5], [4, 4], [3, 3]), place, compiled=False)
     assert times(found, 0) == times(found, 1) == [5.5, 6.5, 7.5]
     # Who comes while it is awake, at 6 s, is taken in when it plans next, at 6.5 s.
-    found = simulate(
-        "sarathi", of([0.0, 6.0], [4, 4], [9, 1]), place, run=RunOptions(compiled=False)
-    )
+    found = simulate("sarathi", of([0.0, 6.0], [4, 4], [9, 1]), place, compiled=False)
     assert times(found, 0)[:4] == [4.5, 5.5, 6.5, 8.0] and times(found, 1)[0] == 9.0
     # Who comes long after all are over wakes it again.
-    found = simulate(
-        "sarathi", of([0.0, 60.0], [4, 4], [2, 1]), place, run=RunOptions(compiled=False)
-    )
+    found = simulate("sarathi", of([0.0, 60.0], [4, 4], [2, 1]), place, compiled=False)
     assert times(found, 1) == [64.5]
 
 
@@ -98,12 +84,7 @@ def test_who_submits_several_in_a_row_has_as_long_before_the_host_wakes() -> Non
     for gap, together in ((0.0008, 8), (0.002, 1)):
         arrival = [gap * i for i in range(12)]
         for compiled in (False, True):
-            found = simulate(
-                "sarathi",
-                of(arrival, [4] * 12, [1] * 12),
-                place,
-                run=RunOptions(compiled=compiled),
-            )
+            found = simulate("sarathi", of(arrival, [4] * 12, [1] * 12), place, compiled=compiled)
             first = [i for i in range(12) if times(found, i)[0] < 1.5]
             assert first == list(range(together)), "as arrive within 5 ms, and in the last wake"
 
@@ -113,11 +94,7 @@ def test_the_papers_preemption_example() -> None:
     waits for the first to end, and is refilled (InferMax Figure 1)."""
     workload = of([0.0, 0.0], [4, 4], [3, 3])
     result = simulate(
-        "vllm",
-        workload,
-        SECOND,
-        engine=EngineOptions(kv_tokens=8, rules="infermax_paper"),
-        run=RunOptions(record_rows=True),
+        "vllm", workload, SECOND, kv_tokens=8, rules="infermax_paper", record_rows=True
     )
     assert times(result, 0) == [1.0, 2.0, 3.0]
     assert times(result, 1) == [1.0, 4.0, 5.0]
@@ -142,8 +119,9 @@ def test_chunks_beside_decodes_under_the_papers_rules() -> None:
         "sarathi",
         workload,
         SEVEN,
-        engine=EngineOptions(limits=Limits(64, 6, 8), rules="infermax_paper"),
-        run=RunOptions(record_rows=True),
+        limits=Limits(64, 6, 8),
+        rules="infermax_paper",
+        record_rows=True,
     )
     assert result.rows is not None
     first = [(b.requests.tolist(), b.tokens.tolist()) for b in result.rows[0][:4]]
@@ -156,9 +134,7 @@ def test_chunks_beside_decodes_under_the_papers_rules() -> None:
 def test_the_low_contention_run_of_the_issue() -> None:
     """32 requests of 1024 + 128 tokens with C = 4096: 8 batches of 4 prompts, then 127 decodes."""
     workload = Workload.create(all_at_once(32), fixed_lengths(1024, 128, 32))
-    result = simulate(
-        "vllm", workload, SEVEN, engine=EngineOptions(kv_tokens=100_000, rules="infermax_paper")
-    )
+    result = simulate("vllm", workload, SEVEN, kv_tokens=100_000, rules="infermax_paper")
     assert len(result.batches) == 8 + 127
     model = SEVEN.paper
     assert model is not None
@@ -171,76 +147,24 @@ def test_the_low_contention_run_of_the_issue() -> None:
 
 def test_requests_that_never_fit_are_refused() -> None:
     with pytest.raises(SimulationError, match=r"request 1 has 90 tokens in and 20 out"):
-        simulate(
-            "sarathi", of([0, 0], [5, 90], [5, 20]), SECOND, engine=EngineOptions(kv_tokens=100)
-        )
+        simulate("sarathi", of([0, 0], [5, 90], [5, 20]), SECOND, kv_tokens=100)
     with pytest.raises(SimulationError, match="max_batch_tokens is 64"):
-        simulate(
-            "vllm",
-            of([0], [60], [9]),
-            SECOND,
-            engine=EngineOptions(kv_tokens=100, limits=Limits(64, 64, 4)),
-        )
+        simulate("vllm", of([0], [60], [9]), SECOND, kv_tokens=100, limits=Limits(64, 64, 4))
     with pytest.raises(SimulationError, match="kv_tokens or num_blocks is needed"):
         simulate("vllm", of([0], [6], [9]), SECOND)
     with pytest.raises(SimulationError, match="no rules 'theirs'"):
-        simulate(
-            "vllm", of([0], [6], [9]), SECOND, engine=EngineOptions(kv_tokens=64, rules="theirs")
-        )
+        simulate("vllm", of([0], [6], [9]), SECOND, kv_tokens=64, rules="theirs")
     with pytest.raises(SimulationError, match="no routing 'nowhere'"):
-        simulate(
-            "vllm",
-            of([0], [6], [9]),
-            SECOND,
-            engine=EngineOptions(kv_tokens=64),
-            fleet=FleetOptions(routing="nowhere"),
-        )
-
-
-def test_round_robin_takes_turns_and_least_loaded_looks() -> None:
-    workload = of([0.0, 0.1, 0.2, 50.0], [4, 4, 4, 4], [30, 2, 2, 2])
-    options: dict[str, Any] = {"kv_tokens": 128, "replicas": 2}
-    turns = simulate("sarathi", workload, SECOND, **grouped(routing="round_robin", **options))
-    assert turns.requests.replica.tolist() == [0, 1, 0, 1]
-    assert set(turns.batches.replica.tolist()) == {0, 1}
-    apart = of([0.0, 0.1, 10.0, 10.1], [4, 4, 4, 4], [30, 2, 2, 2])
-    looks = simulate("sarathi", apart, SECOND, **grouped(routing="least_loaded", **options))
-    assert looks.requests.replica.tolist() == [0, 1, 1, 0]
+        simulate("vllm", of([0], [6], [9]), SECOND, kv_tokens=64, routing="nowhere")
 
 
 def test_two_replicas_are_two_simulations() -> None:
     workload = random_workload(5, 60, 20.0)
-    both = simulate(
-        "sarathi",
-        workload,
-        SEVEN,
-        engine=EngineOptions(kv_tokens=2000),
-        fleet=FleetOptions(replicas=2),
-    )
+    both = simulate("sarathi", workload, SEVEN, kv_tokens=2000, replicas=2)
     for one in (0, 1):
         mine = np.flatnonzero(both.requests.replica == one)
-        alone = simulate(
-            "sarathi", workload.select(mine), SEVEN, engine=EngineOptions(kv_tokens=2000)
-        )
+        alone = simulate("sarathi", workload.select(mine), SEVEN, kv_tokens=2000)
         np.testing.assert_allclose(both.requests.finish[mine], alone.requests.finish, rtol=1e-12)
-
-
-def test_slo_attainment_counts_requests() -> None:
-    workload = of([0.0, 0.0, 0.0], [4, 4, 40], [3, 3, 3])
-
-    def share(slo: SLO) -> float:
-        asked = dataclasses.replace(workload, **vars(with_targets(SloColumns.none(3), slo)))
-        result = simulate(
-            "vllm", asked, PER_TOKEN, engine=EngineOptions(kv_tokens=512, limits=Limits(60, 60, 4))
-        )
-        return float(result.summary()["slo_attainment"])
-
-    assert share(SLO(ttft=48.0)) == 1.0
-    assert share(SLO(ttft=47.0)) == 0.0
-    assert share(SLO(tbt=3.0)) == 1.0
-    assert share(SLO(tbt=2.9)) == 0.0
-    assert share(SLO(jct=54.0)) == 1.0
-    assert share(SLO(jct=53.9)) == 0.0
 
 
 def random_workload(seed: int, count: int, rate: float) -> Workload:
@@ -294,8 +218,8 @@ def test_taking_steps_together_changes_nothing(name: str, trial: int) -> None:
     }
     workload = random_workload(trial, 14, rate)
     compare(
-        simulate(name, workload, SEVEN, **grouped(coast=True, **options)),
-        simulate(name, workload, SEVEN, **grouped(coast=False, **options)),
+        simulate(name, workload, SEVEN, coast=True, **options),
+        simulate(name, workload, SEVEN, coast=False, **options),
     )
 
 
@@ -326,13 +250,7 @@ def test_a_policy_is_told_the_same_when_steps_are_taken_together(overlap: bool) 
     together, single = Watching(), Watching()
     for policy, coast in ((together, True), (single, False)):
         place = dataclasses.replace(SEVEN, host=HostOverhead(plan=1e-4, launch=2e-4, finish=1e-3))
-        simulate(
-            policy,
-            workload,
-            place,
-            engine=EngineOptions(kv_tokens=4000, overlap=overlap),
-            run=RunOptions(coast=coast),
-        )
+        simulate(policy, workload, place, kv_tokens=4000, overlap=overlap, coast=coast)
     assert len(together.seen) < len(single.seen) / 2
     for now, told in together.seen.items():
         assert told == pytest.approx(single.seen[now], rel=1e-9)
@@ -356,8 +274,11 @@ def test_every_request_gets_its_tokens_within_the_limits(
         policy,
         workload,
         SEVEN,
-        engine=EngineOptions(kv_tokens=kv_tokens, limits=limits, rules=rules),
-        run=RunOptions(checked=True, record_rows=True),
+        kv_tokens=kv_tokens,
+        limits=limits,
+        rules=rules,
+        checked=True,
+        record_rows=True,
     )
     requests, batches = result.requests, result.batches
     assert np.isfinite(requests.token_times).all()
@@ -379,22 +300,16 @@ def test_every_request_gets_its_tokens_within_the_limits(
         assert batches.num_tokens.sum() <= needed + late
 
 
-def test_progress_counts_the_arrivals() -> None:
-    seen: list[int] = []
-    simulate("vllm", random_workload(0, 7, 10.0), SEVEN, run=RunOptions(progress=seen.append))
-    assert sum(seen) == 7
-
-
 @pytest.mark.parametrize("coast", [True, False])
 def test_best_effort_rows_cost_real_time_ones_their_part_of_a_step(coast: bool) -> None:
     tiers = np.array([Tier.REALTIME, Tier.BEST_EFFORT, Tier.BEST_EFFORT], np.int8)
     workload = of([0.0] * 3, [4, 5, 6], [7, 9, 6])
     workload = dataclasses.replace(workload, tier=tiers, limit=workload.output_len)
     options: dict[str, Any] = {"kv_tokens": 99, "block_size": 1, "coast": coast}
-    result = simulate("vllm", workload, PER_TOKEN, **grouped(record_rows=True, **options))
+    result = simulate("vllm", workload, PER_TOKEN, record_rows=True, **options)
     assert result.lengthening is not None
     assert result.lengthening.tolist() == [11.0] + [2.0] * 5 + [1.0] + [0.0] * 2
-    assert simulate("vllm", workload, PER_TOKEN, **grouped(**options)).lengthening is None
+    assert simulate("vllm", workload, PER_TOKEN, **options).lengthening is None
 
 
 class AllHidden(Policy):
@@ -422,7 +337,7 @@ def test_hidden_caches_take_half_the_room_and_rho_longer() -> None:
     for rho in ("system", None):
         policy = AllHidden()
         options: dict[str, Any] = {} if rho == "system" else {"rho": rho}
-        found[rho] = simulate(policy, workload, place, **grouped(kv_tokens=4096, **options))
+        found[rho] = simulate(policy, workload, place, kv_tokens=4096, **options)
         assert set(policy.seen) == {place.rho if rho == "system" else None}
     hidden, kv = found["system"].batches, found[None].batches
     assert kv.kv_used.max() == 48 and hidden.kv_used.max() == 24
@@ -433,10 +348,5 @@ def test_hidden_caches_take_half_the_room_and_rho_longer() -> None:
 
 def test_the_papers_batch_times_know_no_hidden_caches() -> None:
     policy = AllHidden()
-    simulate(
-        policy,
-        of([0.0], [4], [2]),
-        SEVEN,
-        engine=EngineOptions(kv_tokens=99, rules="infermax_paper"),
-    )
+    simulate(policy, of([0.0], [4], [2]), SEVEN, kv_tokens=99, rules="infermax_paper")
     assert set(policy.seen) == {None}

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.cache_kinds import RIGHT
+from jaxserve.sched.cache.kv_offload import Segment
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
 _HIDDEN = 1 << 41
@@ -25,11 +26,23 @@ class DeviceContents:
             self._carry_out(move, tokens)
         rows = zip(step.rows.tolist(), step.start.tolist(), step.end.tolist(), strict=True)
         for row, start, end in rows:
-            planes, ids = len(pool.blocks_of(row)), _ids(tokens[row])
-            block, slot = pool.slots_of(row, 0, start).T
-            assert (self.slots[block, slot] == _kept(ids[:start], planes)).all(), f"row {row}"
+            assert self.has(pool, row, tokens[row][:start]).all(), f"row {row}"
             block, slot = pool.slots_of(row, start, end).T
-            self.slots[block, slot] = _kept(ids[start:end], planes)
+            planes = len(pool.blocks_of(row))
+            self.slots[block, slot] = _kept(_ids(tokens[row])[start:end], planes)
+
+    def has(self, pool: BlockPool, row: int, tokens: np.ndarray) -> np.ndarray:
+        """Whether each of these first tokens of a row is where the pool says, bool [planes, n]."""
+        block, slot = pool.slots_of(row, 0, len(tokens)).T
+        planes = len(pool.blocks_of(row))
+        found: np.ndarray = self.slots[block, slot] == _kept(_ids(tokens), planes)
+        return found.reshape(planes, -1)
+
+    def has_on_host(self, segment: Segment, tokens: np.ndarray) -> bool:
+        """Whether these tokens of a row are what is kept of it there."""
+        planes = segment.slots // (segment.end - segment.first)
+        kept = _kept(_ids(tokens)[segment.first : segment.end], planes)
+        return bool((self.host[segment.key] == kept).all())
 
     def _carry_out(self, move: Move, tokens: dict[int, np.ndarray]) -> None:
         match move:

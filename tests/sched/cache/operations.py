@@ -33,7 +33,12 @@ def array(*values: int) -> np.ndarray:
 
 
 def scheduler(
-    *, blocks: int = 16, host_slots: int = 64, rows: int = 3, prefix_caching: bool = False
+    *,
+    blocks: int = 16,
+    host_slots: int = 64,
+    rows: int = 3,
+    prefix_caching: bool = False,
+    rho: float | None = 0.0,
 ) -> Scheduler:
     """Four requests of ten tokens; blocks of four. With prefix caching all begin alike."""
     keys = (b"first", b"second") if prefix_caching else None
@@ -47,7 +52,7 @@ def scheduler(
         cost_model=FLAT,
         host_slots=host_slots,
         prefix_caching=prefix_caching,
-        rho=0.0,
+        rho=rho,
     )
     for i in range(4):
         made.add(Request(str(i), (1,) * 10, SamplingParams(max_tokens=9), block_keys=keys))

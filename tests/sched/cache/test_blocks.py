@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -156,17 +157,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-
-
-def test_hidden_takes_half_the_blocks() -> None:
-    pool = BlockPool(8, 4, 2, 4)
-    pool.open_cache(0, CacheKind.KV)
-    pool.grow(0, 9)
-    pool.open_cache(1, CacheKind.HIDDEN)
-    assert pool.num_free == 8 - 6
-    pool.release(0)
-    pool.grow(1, 9)
-    assert pool.num_free == 8 - 3
+TestPool.settings = settings(max_examples=60, deadline=None)
 
 
 def test_join_refuses_blocks_without_a_free_end() -> None:
@@ -197,12 +188,3 @@ def test_nobody_grows_past_the_block_table() -> None:
             pool.grow(0, 13)
         check_pool(pool)
         pool.release(0)
-
-
-def test_check_sees_a_leak() -> None:
-    pool = BlockPool(4, 4, 2, 4)
-    pool.open_cache(0, CacheKind.KV)
-    pool.grow(0, 4)
-    pool.held[0] = 0
-    with pytest.raises(AssertionError):
-        check_pool(pool)

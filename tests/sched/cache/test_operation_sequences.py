@@ -3,10 +3,11 @@ says it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -24,7 +25,8 @@ from jaxserve.sched.plan import (
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.sched.restore_plan import left_filled, overwritten_ranges, plan_restore
 from jaxserve.sched.state.request_table import RUNNING, WAITING
-from jaxserve.sched.step import CopySlots, Discard, Load, ProjectSlots, Save, Step
+from jaxserve.sched.step import Step
+from tests.sched.cache.device_contents import DeviceContents
 from tests.sched.cache.invariants import TableMirror, check_host, check_pool
 from tests.sched.cache.lending import lend
 from tests.sched.cache.operations import BLOCK, HIDDEN, KV, LEFT, RIGHT, array, run, scheduler
@@ -35,19 +37,22 @@ rows = st.integers(0, ROWS - 1)
 
 class Operations(RuleBasedStateMachine):
     """Random operations in random order: what is refused changes nothing, what is booked keeps the
-    accounting whole, and a model of what each cached token holds stays right."""
+    accounting whole, and each cached token stays where the pool says."""
 
     @initialize(blocks=st.integers(6, 20), host=st.integers(0, 40), running=st.integers(0, 3))
     def start(self, blocks: int, host: int, running: int) -> None:
         self.made = scheduler(blocks=blocks, host_slots=host)
         self.mirror = TableMirror(self.made.pool)
-        self.device: dict[tuple[int, int], tuple[int, int]] = {}  # (block, slot) -> (row, token)
-        self.host: dict[int, list[tuple[int, int]]] = {}
-        self.readers: set[int] = set()  # of others' prefixes, whose tokens are told apart here
-        self.numbers = [0, 1, 2, 3]
+        self.device, self.numbers = DeviceContents(blocks, BLOCK), count()
+        self.tokens = {row: self.text() for row in range(ROWS)}
+        self.readers: set[int] = set()  # of others' prefixes
         for row in range(running):
             kind, side = (HIDDEN if row == 1 else KV), Direction(int(row < 2))
             self.book({row: 7}, kinds={row: kind}, directions={row: side})
+
+    def text(self) -> np.ndarray:
+        """A text that nobody else has."""
+        return np.full(20, next(self.numbers))
 
     def book(self, tokens: dict[int, int], *operations: Operation, **options: Any) -> None:
         made = self.made
@@ -61,67 +66,23 @@ class Operations(RuleBasedStateMachine):
         self.carry_out(step)
 
     def carry_out(self, step: Step) -> None:
-        made = self.made
         self.mirror.follow(step)
-        for move in step.moves:
-            if isinstance(move, Save):
-                for key, slots in self.by_key(move):
-                    self.host[key] = [self.device[tuple(s)] for s in slots]
-            elif isinstance(move, Load):
-                for key, slots in self.by_key(move):
-                    for place, what in zip(slots, self.host[key], strict=True):
-                        self.device[tuple(place)] = what
-            elif isinstance(move, Discard):
-                for key in move.keys:
-                    del self.host[key]
-            elif isinstance(move, ProjectSlots):
-                self.project_to_kv(move)
-            elif isinstance(move, CopySlots):
-                for block, slot, to, there in move.places.tolist():
-                    self.device[to, there] = self.device[block, slot]
-        for row, first, end in zip(
-            step.rows.tolist(), step.start.tolist(), step.end.tolist(), strict=True
-        ):
-            self.write(row, first, end)
-        for row in made.release_finished(step).tolist():
+        self.device.run(step, self.made.pool, self.tokens)
+        for row in self.made.release_finished(step).tolist():
             self.end(row)
 
     def end(self, row: int) -> None:
         """The row is another request's from now on."""
         self.readers.discard(int(self.made.table.seq[row]))
         self.made.finish(row)
-        number = max(self.numbers) + 1
-        fresh = self.made.add(Request(str(number), (1,) * 10, SamplingParams(max_tokens=9)))
-        self.numbers.append(number)
-        assert fresh == row
+        assert self.made.add(Request("r", (1,) * 10, SamplingParams(max_tokens=9))) == row
+        self.tokens[row] = self.text()
         assert not self.made.host.tokens[row] and not self.made.pool.held[row]
 
     @rule(row=rows)
     def cancel(self, row: int) -> None:
         """Whatever it shares, and wherever its tokens are."""
         self.end(row)
-
-    def project_to_kv(self, move: ProjectSlots) -> None:
-        for row, cached, table, side in zip(
-            move.rows.tolist(), move.cached.tolist(), move.tables, move.directions, strict=True
-        ):
-            for token in range(cached):
-                slot = token % BLOCK if side == Direction.LEFT else BLOCK - 1 - token % BLOCK
-                for block in table[:, token // BLOCK].tolist():
-                    self.device[block, slot] = (int(self.made.table.seq[row]), token)
-
-    def write(self, row: int, first: int, end: int) -> None:
-        places = self.made.pool.slots_of(row, first, end).tolist()
-        planes = len(self.made.pool.blocks_of(row))
-        seq = int(self.made.table.seq[row])
-        what = [(seq, token) for _ in range(planes) for token in range(first, end)]
-        for place, one in zip(places, what, strict=True):
-            self.device[tuple(place)] = one
-
-    @staticmethod
-    def by_key(move: Save | Load) -> Iterator[tuple[int, list[list[int]]]]:
-        slots = np.split(move.slots, np.cumsum(move.counts)[:-1])
-        return zip(move.keys, (part.tolist() for part in slots), strict=True)
 
     @rule(row=rows, tokens=st.integers(1, 10), kind=st.sampled_from(CacheKind),
           side=st.sampled_from(Direction))  # fmt: skip
@@ -234,7 +195,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(source=rows, row=rows, blocks=st.integers(1, 2))
     def share(self, source: int, row: int, blocks: int) -> None:
-        """As prefix caching will; here the prompts are told apart, so the reader has to be, too."""
+        """As prefix caching will: the reader begins as the other one."""
         table, pool = self.made.table, self.made.pool
         ids = pool.blocks_of(source)
         if table.state[row] != WAITING or table.computed[source] < blocks * BLOCK:
@@ -247,6 +208,8 @@ class Operations(RuleBasedStateMachine):
         table.computed[row] = blocks * BLOCK
         table.move(array(row), RUNNING)
         self.readers.add(int(table.seq[row]))
+        own, read = self.tokens[row], self.tokens[source][: blocks * BLOCK]
+        self.tokens[row] = np.concatenate([read, own[len(read) :]])
 
     @rule(data=st.data(), count=st.integers(2, 4))
     def several(self, data: st.DataObject, count: int) -> None:
@@ -300,17 +263,14 @@ class Operations(RuleBasedStateMachine):
         made = self.made
         check_pool(made.pool)
         check_host(made.host)
-        for row in made.table.in_state(RUNNING).tolist():
-            end = int(made.table.computed[row])
-            places = made.pool.slots_of(row, 0, end).reshape(-1, end, 2)
-            seq = int(made.table.seq[row])
-            away = {t for s in made.host.segments(row) for t in range(s.first, s.end)}
-            for token in set(range(end)) - away if seq not in self.readers else ():
-                for block, slot in places[:, token].tolist():
-                    assert self.device.get((block, slot)) == (seq, token)
-            for segment in made.host.segments(row) if seq not in self.readers else ():
-                kept = [(seq, token) for token in range(segment.first, segment.end)]
-                assert self.host[segment.key] == kept * (segment.slots // len(kept))
+        for row in range(ROWS):
+            there = np.ones(int(made.table.computed[row]), bool)
+            for segment in made.host.segments(row):
+                there[segment.first : segment.end] = False
+                assert self.device.has_on_host(segment, self.tokens[row])
+            found = self.device.has(made.pool, row, self.tokens[row][: len(there)])
+            assert found[:, there].all(), f"row {row}"
 
 
 TestOperations = Operations.TestCase
+TestOperations.settings = settings(max_examples=60, deadline=None)

@@ -78,8 +78,7 @@ def chats(flood: Flood, rounds: int, open_: int, pages: int = 7) -> float:
 
 
 @pytest.mark.promise(37)
-@pytest.mark.parametrize("shared", [0, 3])
-@pytest.mark.parametrize("host_slots", [0, 512])
+@pytest.mark.parametrize(("host_slots", "shared"), [(0, 3), (512, 0)])
 @pytest.mark.parametrize("retention", RETENTIONS)
 def test_a_flood_of_prompts_takes_no_hits_of_another_tenant(
     retention: str, host_slots: int, shared: int

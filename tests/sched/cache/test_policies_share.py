@@ -9,8 +9,9 @@ import pytest
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.registry import RETENTIONS, deployable
+from jaxserve.sched.registry import RETENTIONS, deployable, make_policy
 from jaxserve.sched.request import Tier
+from jaxserve.sched.unified.unified_policy import UnifiedPolicy
 from tests.cost_models import FLAT
 from tests.sched.cache.device_contents import DeviceContents
 from tests.sched.cache.invariants import check_host, check_host_pages, check_pool
@@ -100,19 +101,22 @@ class Conversations:
 
 
 SEEDS = range(3)
+# With code of their own, and of those that are settings of the unified scheduler one of each kind.
+OWN = [name for name in POLICIES if not isinstance(make_policy(name), UnifiedPolicy)]
+KINDS = [*OWN, "sarathi", "vllm", "infermax", "fastgen", "edf"]
 
 
 @pytest.mark.parametrize(
     ("policy", "seed"),
     [
         pytest.param(policy, seed, marks=[] if seed == i % len(SEEDS) else [pytest.mark.slow])
-        for i, policy in enumerate(POLICIES)
+        for i, policy in enumerate(KINDS)
         for seed in SEEDS
     ],
 )
 def test_all_are_served(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    traffic, left, rate, idle = Conversations(policy, rng), 60, rng.uniform(0.3, 1.5), 0
+    traffic, left, rate, idle = Conversations(policy, rng), 40, rng.uniform(0.3, 1.5), 0
     while left or traffic.tokens:
         for _ in range(min(rng.poisson(rate), left)):
             traffic.add()

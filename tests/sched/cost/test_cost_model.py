@@ -56,13 +56,6 @@ def test_the_features_of_a_mixed_batch() -> None:
     assert found == BatchFeatures(8, 8, 11 + 21, 2, 16 + (4 + 24), 2, 6)
 
 
-def test_the_features_of_decodes_and_of_prefills_alone() -> None:
-    assert features([1, 1], [3, 5], [True, True]) == BatchFeatures(2, 2, 10, 2, 0, 0, 0)
-    assert features([3], [0], [False]) == BatchFeatures(3, 3, 0, 0, 9, 1, 0)
-    # A prompt of one token is a prefill.
-    assert features([1], [0], [False]) == BatchFeatures(1, 1, 0, 0, 1, 1, 0)
-
-
 def test_hidden_caches_are_read_in_place_of_kv() -> None:
     counts, contexts = np.array([1, 1, 4, 2]), np.array([10, 20, 5, 6])
     decoding, hidden = np.array([True, True, False, False]), np.array([False, True, False, True])

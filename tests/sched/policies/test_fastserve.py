@@ -10,7 +10,6 @@ from hypothesis import given, settings
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.policies.fastserve import FastServe
-from jaxserve.sched.registry import make_policy
 from tests.sched.driver import Drive
 from tests.sched.policies.test_policy_properties import Case, cases, quick, serve
 
@@ -86,8 +85,8 @@ def test_a_preempted_cache_comes_back_from_the_host() -> None:
         run.to_the_end()
 
 
-@pytest.mark.parametrize("slots", [20, 60, 10_000])
-@settings(quick, max_examples=20)
+@pytest.mark.parametrize("slots", [20, 60])
+@settings(quick, max_examples=15)
 @given(case=cases)
 def test_it_serves_everything_whatever_the_host_has_room_for(slots: int, case: Case) -> None:
     drive = serve("fastserve:quantum=2.0", case, host_slots=slots)
@@ -100,18 +99,3 @@ def test_nothing_is_computed_twice_with_room_on_the_host() -> None:
     run.to_the_end()
     assert len(run.preempted) > 5
     assert sum(sum(plan.values()) for plan in run.plans) == len(rows) * (9 + 12 - 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("queues=0", "queues must be 1 to 1000, got 0"),
-        ("quantum=0", "quantum must be more than 0, got 0.0"),
-        ("ratio=1", "ratio must be more than 1, got 1.0"),
-        ("patience=-1", "patience must be more than 0, got -1.0"),
-        ("max_rows=0", "max_rows must be at least 1, got 0"),
-    ],
-)
-def test_parameters_that_are_none_are_refused(text: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"policy 'fastserve': {problem}"):
-        make_policy(f"fastserve:{text}")

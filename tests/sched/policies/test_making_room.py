@@ -16,14 +16,14 @@ from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.request_table import RUNNING
-from jaxserve.simulator.settings import EngineOptions, RunOptions, TrafficOptions
-from jaxserve.simulator.simulator import default_limits, simulate
+from jaxserve.simulator.simulator import default_limits
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
 from jaxserve.simulator.workloads.lengths import Uniform
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from tests.sched.driver import Drive
 from tests.sched.policies.test_goodput import STANDARD, learned
+from tests.simulator.grouped import simulate
 
 PLACE = system("llama-3-8b@a100")
 SLACK = ("qoserve", "fairbatching", "slidingserve")
@@ -40,11 +40,10 @@ def served(policy: str) -> tuple[float, int]:
         policy,
         spec.make_workload(0),
         PLACE,
-        engine=EngineOptions(limits=default_limits(make_policy(policy), PLACE, max_rows=32)),
-        traffic=TrafficOptions(
-            best_effort=ClosedLoop(64, Uniform(200, 1000), Uniform(400, 800)), until=SECONDS
-        ),
-        run=RunOptions(compiled=False),
+        limits=default_limits(make_policy(policy), PLACE, max_rows=32),
+        best_effort=ClosedLoop(64, Uniform(200, 1000), Uniform(400, 800)),
+        until=SECONDS,
+        compiled=False,
     ).requests
     chats = found.workload.tier == Tier.REALTIME
     met = attained(found.times, found.workload.terms).slo()
@@ -182,11 +181,11 @@ def test_nobody_is_refused_for_a_batch_that_makes_room() -> None:
         "goodput",
         spec.make_workload(0),
         PLACE,
-        engine=EngineOptions(limits=Limits(8192, 512, 32), refuse_late=1.0),
-        traffic=TrafficOptions(
-            best_effort=ClosedLoop(64, Uniform(200, 1000), Uniform(400, 800)), until=20.0
-        ),
-        run=RunOptions(compiled=False),
+        limits=Limits(8192, 512, 32),
+        refuse_late=1.0,
+        best_effort=ClosedLoop(64, Uniform(200, 1000), Uniform(400, 800)),
+        until=20.0,
+        compiled=False,
     ).requests
     chats = found.workload.tier == Tier.REALTIME
     assert not (found.refused & chats).any()

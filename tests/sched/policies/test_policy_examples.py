@@ -1,4 +1,5 @@
-"""Small cases in which each policy does what its paper says, token for token.
+"""Small cases in which each policy does what its paper says, token for token: order, chunks, who
+starts, who is preempted.
 
 Blocks hold one token, so M is a number of tokens, as in InferMax.
 """
@@ -13,13 +14,52 @@ import pytest
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
+from jaxserve.sched.state.request_table import State
 from jaxserve.sched.unified.policy_spec import evaluate
 from jaxserve.sched.unified.ranking import rank
 from tests.sched.driver import Drive
 
+BEST = Tier.BEST_EFFORT
+
 
 def drive(policy: str, *, m: int = 1000, **options: Any) -> Drive:
     return Drive(policy, blocks=2 * m, block_size=1, **options)
+
+
+def test_vllm_runs_prefills_alone_and_first() -> None:
+    run = drive("vllm")
+    a, b = run.add(10, 5), run.add(12, 5)
+    assert [run.step(), run.step()] == [{a: 10, b: 12}, {a: 1, b: 1}]
+    c = run.add(7, 5)
+    assert [run.step(), run.step()] == [{c: 7}, {a: 1, b: 1, c: 1}]
+
+
+def test_vllm_preempts_the_last_to_arrive_and_recomputes_it() -> None:
+    run = drive("vllm", m=16, watermark=0.0)
+    a, b = run.add(8, 8), run.add(7, 8)
+    assert run.step() == {a: 8, b: 7}
+    assert run.step() == {a: 1} and run.preempted == [b], "each needs a token more"
+    assert run.table.state[b] == State.WAITING and run.table.preemptions[b] == 1
+    while not run.ended:
+        run.step()
+    assert run.step() == {b: 8}, "its prompt and the token that it had"
+
+
+def test_requests_that_are_alike_end_in_order_after_many_preemptions() -> None:
+    run = drive("vllm", m=48, rows=6)
+    order = [run.add(6, 12) for _ in range(10)]
+    run.to_the_end()
+    assert run.preempted and run.ended == order
+
+
+def test_sarathi_fills_the_budget_with_chunks_beside_decodes() -> None:
+    run = drive("sarathi", c=16, p=16)
+    a = run.add(10, 9)
+    assert run.step() == {a: 10}
+    b, c = run.add(20, 9), run.add(9, 9)
+    assert run.step() == {a: 1, b: 15} and list(run.plans[-1]) == [a, b]
+    assert run.pool.held[b] == 20, "room for its whole prompt from the start"
+    assert [run.step(), run.step()] == [{a: 1, b: 5, c: 9}, {a: 1, b: 1, c: 1}]
 
 
 def test_vllm_hy_lets_decodes_join_prefills() -> None:
@@ -149,7 +189,7 @@ def test_random_draws_lots() -> None:
 
 def test_priority_takes_from_the_lower_class_only() -> None:
     run = drive("priority", m=30, rows=2)
-    low, lower = run.add(4, 9, tier=Tier.BEST_EFFORT), run.add(4, 9, tier=Tier.BEST_EFFORT)
+    low, lower = run.add(4, 9, tier=BEST), run.add(4, 9, tier=BEST)
     run.step()
     high = run.add(4, 3)
     assert run.step() == {high: 4, low: 1} and run.preempted == [lower], "a slot"
@@ -249,3 +289,120 @@ def test_requeue_is_the_order_of_infermaxs_simulator() -> None:
     run.scheduler._preempt(BatchPlan(), Preempt.whole(np.array([d])))
     assert list(run.step()) == [a, b, c, late, d], "decodes first"
     assert rank(run.scheduler.view, requeue=True).running.tolist() == [a, b, c, d, late]
+
+
+@pytest.mark.parametrize(("watermark", "starts"), [(0.0, True), (0.1, False)])
+def test_a_start_leaves_the_watermark_to_those_that_run(watermark: float, starts: bool) -> None:
+    run = drive("sarathi", m=40, watermark=watermark)
+    run.add(10, 20)
+    run.step()
+    b = run.add(27, 3)  # 2 tokens of 40 stay free, the watermark is 4
+    assert (b in run.step()) == starts
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "vllm", "fastserve"])
+def test_whoever_is_alone_may_fill_the_pool(policy: str) -> None:
+    run = drive(policy, m=40, watermark=0.1)
+    a = run.add(38, 2)
+    assert run.step() == {a: 38}
+    run.to_the_end()
+
+
+def test_infermax_expects_no_more_than_max_tokens() -> None:
+    run = drive("infermax", m=40)
+    for _ in range(40):
+        run.table.output_lengths.add(1000)
+    a, b = run.add(10, 10), run.add(10, 11)  # 19 + 20 of 40
+    assert run.step() == {a: 10, b: 10}
+
+
+def test_decodes_count_towards_p() -> None:
+    run = drive("sarathi", c=32, p=8)
+    a = run.add(4, 9)
+    run.step()
+    b = run.add(20, 2)
+    assert run.step() == {a: 1, b: 7}
+
+
+# Policies that pass over who finds no room, instead of waiting behind it (InferMax section 3.1).
+
+
+def test_probing_passes_over_who_finds_no_memory() -> None:
+    runs = [drive("rank_org", m=30, watermark=0.0, probing=probing) for probing in (False, True)]
+    for run in runs:
+        a = run.add(10, 9)
+        run.step()
+        _, small, large = run.add(25, 2), run.add(12, 2), run.add(8, 2)
+        smaller = run.add(7, 2)
+    assert runs[0].step() == {a: 1}
+    assert runs[1].step() == {a: 1, small: 12, smaller: 7} and large not in runs[1].plans[-1]
+    runs[1].to_the_end()
+
+
+def test_probing_passes_over_whole_prompts_that_c_has_no_room_for() -> None:
+    run = drive("sarathi_nocp", m=100, watermark=0.0, c=32, p=32, probing=True)
+    a, b, c = run.add(20, 3), run.add(30, 3), run.add(2, 3)
+    assert run.step() == {a: 20, c: 2}
+    assert run.step() == {a: 1, c: 1, b: 30}
+
+
+def test_probing_passes_over_who_was_preempted_in_the_same_step() -> None:
+    run = drive("sarathi", m=30, watermark=0.0, probing=True)
+    a, b = run.add(14, 9), run.add(15, 9)
+    run.step()
+    small = run.add(2, 2)
+    assert run.step() == {a: 1, small: 2} and run.preempted == [b]
+    run.to_the_end()
+
+
+def test_probing_finds_who_can_take_memory_behind_who_cannot() -> None:
+    """The refill of 20 tokens would find the 12 of the last; the prompt of 9 behind it does."""
+    run = drive("rank_i", m=40, watermark=0.0, probing=True)
+    first, again = run.add(5, 30), run.add(8, 30)
+    for _ in range(12):
+        run.step()
+    run.scheduler._preempt(BatchPlan(), Preempt.whole(np.array([again])))
+    second = run.add(7, 20)
+    assert run.step() == {first: 1, second: 7}
+    last = run.add(12, 9)
+    assert run.step() == {first: 1, second: 1, last: 12}
+    nine = run.add(9, 2)
+    assert run.step() == {first: 1, second: 1, nine: 9} and run.preempted == [last]
+    run.to_the_end()
+
+
+# Round robin between the tiers.
+
+
+def test_the_tiers_take_turns() -> None:
+    run = drive("round_robin")
+    high, low = run.add(5, 3), run.add(4, 3, tier=BEST)
+    turns = [run.step() for _ in range(5)]
+    assert turns == [{high: 5}, {low: 4}, {high: 1}, {low: 1}, {high: 1}]
+
+
+def test_a_turn_nobody_wants_is_the_others() -> None:
+    run = drive("round_robin")
+    low = run.add(4, 3, tier=BEST)
+    assert [run.step(), run.step()] == [{low: 4}, {low: 1}]
+    high = run.add(2, 2)
+    assert [run.step(), run.step(), run.step()] == [{high: 2}, {low: 1}, {high: 1}]
+
+
+def test_each_queue_is_vllms() -> None:
+    """Prompts first, whole, then decodes, each in order of arrival."""
+    run = drive("round_robin", rows=3, c=10, p=10)
+    a, b = run.add(8, 3, tier=BEST), run.add(4, 3, tier=BEST)
+    assert [run.step() for _ in range(3)] == [{a: 8}, {b: 4}, {a: 1, b: 1}]
+
+
+def test_who_lacks_memory_takes_it_from_the_latest_of_all() -> None:
+    run = drive("round_robin", m=14, watermark=0.0)
+    high = run.add(6, 9)
+    run.step()
+    low = run.add(7, 8, tier=BEST)
+    assert [run.step() for _ in range(2)] == [{low: 7}, {high: 1}]
+    assert run.step() == {} and run.preempted == [low], "itself"
+    assert run.step() == {high: 1}
+    run.to_the_end()
+    assert sorted(run.ended) == [high, low]

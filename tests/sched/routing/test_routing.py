@@ -52,6 +52,7 @@ def fleet_of(*snapshots: Snapshot) -> Fleet:
 
 
 @pytest.mark.parametrize("name", ROUTERS)
+@settings(max_examples=30)
 @given(data=st.data(), count=st.integers(1, 9), seed=st.integers(0, 2**62))
 def test_nothing_goes_to_a_dead_or_draining_replica(
     name: str, data: st.DataObject, count: int, seed: int

@@ -52,15 +52,22 @@ def test_all_ways_to_spread_them_agree(requests: list[list[tuple[float, int]]]) 
 @settings(deadline=None, max_examples=100)
 @given(came=deliveries, target=st.sampled_from([0.1, 0.25, 0.5, 1.0]))
 def test_the_table_counts_what_verdicts_count(came: list[tuple[float, int]], target: float) -> None:
-    table = RequestTable(1)
+    table = RequestTable(2)
+    table.add(Request("other", (1,)))
     output = 1 + sum(count for _, count in came)
-    row = table.add(Request("a", (1,), SamplingParams(max_tokens=output), SLO(tbt=target)))
-    table.receive(np.array([row]), 1.0)
-    now = 1.0
-    for gap, count in came:
-        now += gap
-        table.receive(np.array([row]), now, np.array([count]))
-    gaps = slowly(token_times(came))
-    assert table.received[row] == output
-    assert table.late_gaps[row] == sum(gap > target for gap in gaps)
-    assert table.longest_gap[row] == max(gaps, default=0.0)
+    for _ in range(2):  # the second time in a row that another one had
+        row = table.add(Request("a", (1,), SamplingParams(max_tokens=output), SLO(tbt=target)))
+        seen = (table.first_token[row], table.late_gaps[row], table.longest_gap[row])
+        assert seen == (np.inf, 0, 0.0)
+        table.receive(np.array([row]), 1.0)
+        now = 1.0
+        for gap, count in came:
+            now += gap
+            table.receive(np.array([row]), now, np.array([count]))
+        gaps = slowly(token_times(came))
+        assert (table.first_token[row], table.last_token[row]) == (1.0, now)
+        assert table.received[row] == output
+        assert table.late_gaps[row] == sum(gap > target for gap in gaps)
+        assert table.longest_gap[row] == max(gaps, default=0.0)
+        table.remove(row)
+    assert table.first_token[0] == np.inf and table.received[0] == 0

@@ -15,11 +15,10 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
-from jaxserve.simulator.settings import EngineOptions, RunOptions
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.sched.driver import Drive
+from tests.simulator.grouped import simulate
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every step takes 1 s
 SEVEN = system("llama-2-7b@a100").cost_model
@@ -115,13 +114,7 @@ def test_alone_on_an_idle_engine_the_limits_are_what_it_takes(
     """So that a target just below is out of reach, and one just above is not."""
     limits = dataclasses.replace(LIMITS, max_batch_tokens=256)
     workload = Workload.create(np.zeros(1), Lengths(np.array([prompt]), np.array([output])))
-    result = simulate(
-        policy,
-        workload,
-        SEVEN,
-        engine=EngineOptions(limits=limits, kv_tokens=4096),
-        run=RunOptions(compiled=False),
-    )
+    result = simulate(policy, workload, SEVEN, limits=limits, kv_tokens=4096, compiled=False)
     times = result.requests.times
     gaps, _ = times.tbt
     took = {"ttft": float(times.ttft[0]), "jct": float(times.e2e[0])}

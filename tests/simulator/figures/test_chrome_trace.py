@@ -14,12 +14,10 @@ import pytest
 from jaxserve.sched.policy import Limits
 from jaxserve.simulator.figures.chrome_trace import request_phases, trace_events
 from jaxserve.simulator.results import SimulationResult
-from jaxserve.simulator.settings import RunOptions
 from jaxserve.simulator.simulate.cli import main
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 REQUIRED = {  # by ph, beside name, pid and tid (Trace Event Format, "Event Descriptions")
     "X": {"ts", "dur", "args"},
@@ -35,7 +33,7 @@ def simulated(policy: str = "vllm", replicas: int = 1, **options: Any) -> Simula
     spec = WorkloadSpec("fixed:64x40x12", arrivals="poisson", rate=200.0)
     place = system("llama-2-7b@a100")
     options = {"kv_tokens": 512, "record_rows": True, **options}
-    return simulate(policy, spec.make_workload(), place, **grouped(replicas=replicas, **options))
+    return simulate(policy, spec.make_workload(), place, replicas=replicas, **options)
 
 
 def slices(events: list[dict[str, Any]], pid: int) -> dict[int, list[dict[str, Any]]]:
@@ -51,8 +49,7 @@ def ends(event: dict[str, Any]) -> float:
     return float(event["ts"] + event["dur"])
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("policy", ["vllm", "sarathi", "aptserve"])
+@pytest.mark.parametrize(("policy", "replicas"), [("vllm", 1), ("aptserve", 2)])
 def test_events_are_as_the_format_says(policy: str, replicas: int) -> None:
     result = simulated(policy, replicas)
     events = json.loads(json.dumps(list(trace_events(result)), allow_nan=False))
@@ -85,8 +82,15 @@ def test_steps_are_the_batches(replicas: int) -> None:
         assert used[-1]["args"]["tokens"] == 0
 
 
-@pytest.mark.parametrize("policy", ["vllm", "sarathi", "sarathi+ef", "edf", "aptserve"])
-@pytest.mark.parametrize("rules", ["jaxserve", "infermax_paper"])
+@pytest.mark.parametrize(
+    ("policy", "rules"),
+    [
+        ("vllm", "infermax_paper"),
+        ("sarathi", "jaxserve"),
+        ("edf", "jaxserve"),
+        ("aptserve", "jaxserve"),
+    ],
+)
 def test_phases_fill_the_request(policy: str, rules: str) -> None:
     result = simulated(policy, rules=rules)
     tracks = slices(list(trace_events(result)), 1)
@@ -143,9 +147,7 @@ def test_the_command_writes_it(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert written["displayTimeUnit"] == "ms"
     assert written["otherData"]["policy"] == "goodput" and written["otherData"]["seed"] == 4
     place, spec = system("llama-2-7b@a100"), WorkloadSpec("alpaca", 10, rate=20.0)
-    result = simulate(
-        "goodput", spec.make_workload(4), place, run=RunOptions(seed=4, record_rows=True)
-    )
+    result = simulate("goodput", spec.make_workload(4), place, seed=4, record_rows=True)
     assert written["traceEvents"] == list(trace_events(result))
     assert main([*argv, "--policy=vllm,sarathi", f"--chrome_trace={path}"]) == 0
     for number, policy in enumerate(("vllm", "sarathi")):

@@ -11,10 +11,9 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.simulator.optimal.replay import Replay, ReplayError, Schedule, replay, run
-from jaxserve.simulator.settings import EngineOptions
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.presets import PRESETS
 from jaxserve.simulator.workloads.workload import Lengths, Workload
+from tests.simulator.grouped import simulate
 
 COST = PRESETS["llama-2-7b@a100"].cost_model
 POLICIES = ("vllm", "vllm_hy", "sarathi", "sarathi_nohy", "sarathi+ef", "rank_i", "infermax")
@@ -69,7 +68,10 @@ def test_the_simulator_comes_to_the_same(policy: str) -> None:
         make_policy(policy, watermark=0.0),
         load,
         COST,
-        engine=EngineOptions(limits=limits, kv_tokens=24, block_size=1, overlap=False),
+        limits=limits,
+        kv_tokens=24,
+        block_size=1,
+        overlap=False,
     )
     np.testing.assert_allclose(result.batches.duration, ours.duration)
     np.testing.assert_allclose(result.requests.first_token, ours.first_token)

@@ -26,9 +26,9 @@ from jaxserve.simulator.oracle.candidates import SHAPES
 from jaxserve.simulator.oracle.goodput_bound import goodput_bound, most_met
 from jaxserve.simulator.oracle.least_work import LeastWork, latest
 from jaxserve.simulator.oracle.search import portfolio
-from jaxserve.simulator.settings import EngineOptions, RunOptions, Setting
+from jaxserve.simulator.settings import Setting
 from jaxserve.simulator.simulate import cli as command
-from jaxserve.simulator.simulator import SimulationError, simulate
+from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import parse_closed_loop
 from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, fixed_lengths
@@ -40,7 +40,7 @@ from tests.simulator.compiled.test_compiled import (
     assert_same,
     drawn,
 )
-from tests.simulator.grouped import grouped
+from tests.simulator.grouped import simulate
 
 OPT = system("opt-13b@a100-40g")  # with hidden caches
 LIMITS = Limits(400, 100, 12)
@@ -100,22 +100,22 @@ def test_no_policy_exceeds_the_bound(
     if not make_policy(policy).chunked:
         shared["limits"] = Limits(400, 400, 12)
     with few_first():
-        bound = simulate(f"{QUICK}:runs=0", workload, place, **grouped(**shared)).goodput_bound
+        bound = simulate(f"{QUICK}:runs=0", workload, place, **shared).goodput_bound
     assert bound is not None
-    assert goodput(simulate(policy, workload, place, **grouped(**shared))) <= bound * (1 + 1e-9)
+    assert goodput(simulate(policy, workload, place, **shared)) <= bound * (1 + 1e-9)
 
 
 def test_it_finds_no_less_than_any_policy() -> None:
     workload = drawn(2, 8, 1e4)
     options: dict[str, Any] = {"kv_tokens": 600, "compiled": False}
-    found = simulate("oracle:runs=3", workload, SEVEN, **grouped(limits=LIMITS, **options))
+    found = simulate("oracle:runs=3", workload, SEVEN, limits=LIMITS, **options)
     assert found.goodput_bound is not None and found.search_runs is not None
     assert goodput(found) <= found.goodput_bound
     names = portfolio(Portfolio.ALL)
     assert found.search_runs <= len(names) + 3
     for name in names:
         limits = LIMITS if make_policy(name).chunked else Limits(400, 400, 12)
-        one = simulate(name, workload, SEVEN, **grouped(limits=limits, **options))
+        one = simulate(name, workload, SEVEN, limits=limits, **options)
         assert goodput(one) <= goodput(found), name
 
 
@@ -137,9 +137,9 @@ def test_tiny_cases_are_solved(seed: int) -> None:
     for groups, mixed in SHAPES:
         for order in itertools.permutations(range(4)):
             policy = Ordered(groups, mixed, True, reserve=Reserve.WHOLE, given=np.array(order))
-            best = max(best, goodput(simulate(policy, workload, SEVEN, **grouped(**options))))
+            best = max(best, goodput(simulate(policy, workload, SEVEN, **options)))
     with few_first():
-        found = simulate(f"{QUICK}:runs=600", workload, SEVEN, **grouped(**options))
+        found = simulate(f"{QUICK}:runs=600", workload, SEVEN, **options)
     assert 0 < best <= goodput(found)
 
 
@@ -150,8 +150,7 @@ def test_a_search_finds_more_than_the_policies() -> None:
     names = ("edf+ef", "infermax", "sarathi", "sarathi+ef", "vllm", "vllm+ef")
     with few_first(*names):
         none, some, more = (
-            simulate(f"{QUICK}:runs={runs}", workload, SEVEN, **grouped(**options))
-            for runs in (0, 60, 120)
+            simulate(f"{QUICK}:runs={runs}", workload, SEVEN, **options) for runs in (0, 60, 120)
         )
     assert goodput(none) < goodput(some) <= goodput(more)
     assert none.found_by in names and more.found_by == "ordered"
@@ -159,15 +158,15 @@ def test_a_search_finds_more_than_the_policies() -> None:
     assert more.search_runs == none.search_runs + 120
 
 
-def test_so_many_runs_find_the_same_each_time() -> None:
-    workload, options = scaled(drawn(4, 40, 200.0), 0.4), {"kv_tokens": 1500, "limits": LIMITS}
+def test_so_many_runs_find_the_same_each_time_and_it_can_be_booked() -> None:
+    workload, options = scaled(drawn(4, 20, 200.0), 0.4), {"kv_tokens": 900, "limits": LIMITS}
     with few_first():
-        one, same, rows = (
-            simulate(f"{QUICK}:runs=120", workload, SEVEN, **grouped(record_rows=asked, **options))
-            for asked in (False, False, True)
+        one, same, rows, checked = (
+            simulate(f"{QUICK}:runs=60", workload, SEVEN, **how, **options)
+            for how in ({}, {}, {"record_rows": True}, {"checked": True})
         )
-    assert_same(one, same)
-    assert_same(one, rows)
+    for other in (same, rows, checked):
+        assert_same(one, other)
     assert one.rows is None and rows.rows is not None
     assert len(rows.rows[0]) == len(rows.batches)
     assert one.seed_read
@@ -176,40 +175,19 @@ def test_so_many_runs_find_the_same_each_time() -> None:
 def test_time_may_end_the_search() -> None:
     workload = drawn(4, 20, 200.0)
     with few_first():
-        found = simulate(
-            f"{QUICK}:seconds=0",
-            workload,
-            SEVEN,
-            engine=EngineOptions(kv_tokens=900, limits=LIMITS),
-        )
+        found = simulate(f"{QUICK}:seconds=0", workload, SEVEN, kv_tokens=900, limits=LIMITS)
     assert found.search_runs == 1
 
 
-def test_what_it_finds_can_be_booked() -> None:
-    workload = scaled(drawn(4, 20, 200.0), 0.4)
-    options: dict[str, Any] = {"kv_tokens": 900, "limits": LIMITS}
-    with few_first():
-        plain, checked = (
-            simulate(f"{QUICK}:runs=30", workload, SEVEN, **grouped(checked=checked, **options))
-            for checked in (None, True)
-        )
-    assert_same(plain, checked)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("probing", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "probing"), [(shape, i % 2 > 0) for i, shape in enumerate(SHAPES)]
+)
 def test_a_given_order_is_the_same_compiled(shape: Any, probing: bool) -> None:
     workload, groups_mixed = drawn(9, 60, 300.0), shape
     given_order = np.random.default_rng(1).permutation(60).astype(float)
     policy = Ordered(*groups_mixed, chunked=True, probing=probing, given=given_order)
     found = [
-        simulate(
-            policy,
-            workload,
-            SEVEN,
-            engine=EngineOptions(kv_tokens=900, limits=LIMITS),
-            run=RunOptions(compiled=compiled),
-        )
+        simulate(policy, workload, SEVEN, kv_tokens=900, limits=LIMITS, compiled=compiled)
         for compiled in (True, False)
     ]
     assert_same(*found)
@@ -219,7 +197,7 @@ def test_whoever_is_first_in_the_order_is_first() -> None:
     lengths = fixed_lengths(100, 2, 4)
     workload = Workload.create(all_at_once(4), lengths)
     policy = Ordered(*SHAPES[0], chunked=True, given=np.array([2.0, 0.0, 3.0, 1.0]))
-    result = simulate(policy, workload, SEVEN, engine=EngineOptions(limits=Limits(100, 100, 4)))
+    result = simulate(policy, workload, SEVEN, limits=Limits(100, 100, 4))
     assert np.argsort(result.requests.first_token).tolist() == [1, 3, 0, 2]
 
 
@@ -240,7 +218,7 @@ def test_whoever_is_first_in_the_order_is_first() -> None:
 )
 def test_what_cannot_be_searched_is_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, **grouped(**options))
+        simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, **options)
 
 
 def test_drafts_are_not_searched_for() -> None:
@@ -251,16 +229,7 @@ def test_drafts_are_not_searched_for() -> None:
 
 def test_a_search_is_not_compiled_as_such() -> None:
     with pytest.raises(SimulationError, match="cannot run compiled"):
-        simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, run=RunOptions(compiled=True))
-
-
-@pytest.mark.parametrize(
-    ("params", "problem"),
-    [("seconds=-1", "seconds must be at least 0"), ("runs=-1", "runs must be at least 0")],
-)
-def test_wrong_parameters_are_refused(params: str, problem: str) -> None:
-    with pytest.raises(ValueError, match=problem):
-        make_policy(f"oracle:{params}")
+        simulate(f"{QUICK}:runs=1", drawn(1, 5, 10.0), SEVEN, compiled=True)
 
 
 def test_the_command_says_the_bound_and_the_tries(capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,9 +259,7 @@ def test_a_request_alone_takes_what_the_bound_says() -> None:
     """The bound is tight there."""
     workload = Workload.create(all_at_once(1), fixed_lengths(300, 20, 1))
     work = LeastWork.of_workload(workload, setting(), hidden=False)
-    result = simulate(
-        "sarathi_pc", workload, SEVEN, engine=EngineOptions(limits=setting().limits, overlap=False)
-    )
+    result = simulate("sarathi_pc", workload, SEVEN, limits=setting().limits, overlap=False)
     assert work.ttft[0] == pytest.approx(result.requests.ttft[0], rel=0.2)
     assert work.ttft[0] <= result.requests.ttft[0]
     assert work.jct[0] == pytest.approx(result.requests.latency[0], rel=0.05)
@@ -318,12 +285,7 @@ def test_a_window_holds_so_many_at_most() -> None:
     workload = with_targets(plain, jct=3.5 * alone)
     bound = goodput_bound(workload, setting(), False, math.inf)
     with few_first():
-        found = simulate(
-            f"{QUICK}:runs=150",
-            workload,
-            SEVEN,
-            engine=EngineOptions(kv_tokens=16000, overlap=False),
-        )
+        found = simulate(f"{QUICK}:runs=150", workload, SEVEN, kv_tokens=16000, overlap=False)
     assert 0 < goodput(found) <= bound <= 1.35 * goodput(found)
 
 
@@ -393,7 +355,7 @@ def test_a_cost_model_of_somebody_elses_says_nothing() -> None:
             return 1e-3 + 0 * features.num_tokens
 
     workload = Workload.create(all_at_once(4), fixed_lengths(10, 3, 4))
-    found = simulate(f"{QUICK}:runs=2", workload, Own(), engine=EngineOptions(kv_tokens=400))
+    found = simulate(f"{QUICK}:runs=2", workload, Own(), kv_tokens=400)
     assert found.goodput_bound == math.inf
     assert found.summary()["goodput_bound_per_s"] is found.summary()["goodput_per_s"] is None
     assert found.summary()["finished_per_s"] > 0

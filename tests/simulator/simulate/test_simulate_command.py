@@ -18,16 +18,6 @@ from tests.simulator.grouped import grouped
 
 ROOT = Path(__file__).parents[3]
 SMALL = ["--workload=fixed:64x16x12", "--kv_tokens=512", "--max_batch_tokens=256"]
-KEYS = {
-    "latency_s",
-    "makespan_s",
-    "tps",
-    "mean_ttft_s",
-    "mean_tpot_s",
-    "num_batches",
-    "num_preemptions",
-    "slo_attainment",
-}
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
@@ -45,20 +35,6 @@ def points(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any
     return found
 
 
-def test_the_command_of_the_issue(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run(
-        capsys,
-        "--policy=vllm",
-        "--system=llama-2-7b@a100",
-        "--workload=fixed:1024x128x32",
-        "--kv_tokens=100000",
-        "--max_batch_tokens=4096",
-    )
-    assert found.keys() >= KEYS
-    assert found["num_batches"] == 135
-    assert found["output_tokens"] == 32 * 128
-
-
 def test_several_policies_and_rates_beside_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--policy=vllm,sarathi", "--workload=alpaca", "--num_requests=100", "--rate=5,50"]
     argv += ["--seeds=2"]
@@ -70,22 +46,6 @@ def test_several_policies_and_rates_beside_each_other(capsys: pytest.CaptureFixt
         ("sarathi", 50.0),
     ]
     assert points(capsys, *argv, "--jobs=1") == together
-
-
-def test_rules_and_replicas_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    own = run(capsys, *SMALL)
-    paper = run(capsys, *SMALL, "--rules=infermax_paper")
-    assert own["latency_s"] != paper["latency_s"]
-    two = run(capsys, *SMALL, "--replicas=2", "--routing=least_loaded")
-    assert two["makespan_s"] < own["makespan_s"]
-
-
-def test_policies_take_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    plain, tuned = (
-        run(capsys, *SMALL, f"--policy={name}") for name in ("sarathi", "sarathi:max_rows=1")
-    )
-    assert tuned["policy"] == "sarathi:max_rows=1"
-    assert tuned["mean_batch_requests"] == 1 < plain["mean_batch_requests"]
 
 
 def test_the_tables(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.sched.request import SLO
-from jaxserve.simulator.settings import TrafficOptions
 from jaxserve.simulator.simulate.replay import with_slo
-from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import parse_closed_loop
 from jaxserve.simulator.workloads.lengths import Uniform
@@ -19,6 +17,7 @@ from jaxserve.simulator.workloads.sessions import SESSIONS, Sessions
 from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Workload, WorkloadError, poisson_arrivals
+from tests.simulator.grouped import simulate
 
 NAMES = sorted(SESSIONS)
 SMALL = Sessions(
@@ -168,7 +167,8 @@ def test_nothing_on_the_way_through_a_simulation_loses_what_is_shared(
         "sarathi",
         with_slo(made, SLO(ttft=1.0)),
         system("llama-2-7b@a100"),
-        traffic=TrafficOptions(best_effort=loop, until=until),
+        best_effort=loop,
+        until=until,
     )
     workload = found.requests.workload
     own = np.flatnonzero(workload.tier == 0)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
-from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.slack.knapsack import UNITS, most_valuable
 from jaxserve.sched.policies.slack.slack_batch import Prompts, SlackBatch, least_slack, pending
 from jaxserve.sched.policies.slack.step_times import StepTimes
@@ -256,11 +255,6 @@ def test_a_large_knapsack_is_never_too_full() -> None:
     assert most_valuable(np.full(3, 334), np.ones(3), 1000).sum() == 2, "1002 are too many"
 
 
-BUCKETS = Padding(rows=(1, 8), tokens=(4, 8, 16, 32))
-# A padded token takes 1 s, but that the first 8 of a batch are paid for all the same.
-STEPPED = LinearCostModel(Coefficients(1.0, 4.0, 0, 0, 0, 0, 0, 0, 0), 1)
-
-
 def window(view: View, slack: float, tbt: float, joining: float = np.inf) -> tuple[Window, int]:
     """One decode with so much slack on the envelope, and all others as prompts; also the chunk that
     the slack alone allows."""
@@ -271,35 +265,6 @@ def window(view: View, slack: float, tbt: float, joining: float = np.inf) -> tup
     own = np.full(len(prompts.work), joining)
     most = batch.longest(prompts, slack)
     return Window(batch, prompts, np.array([slack + tbt]), np.array([tbt]), own), most
-
-
-def test_a_smaller_chunk_now_may_leave_time_for_a_full_one_next() -> None:
-    """Steps of 4, 8, 16 and 32 padded tokens take 8, 12, 20 and 36 s. 12 s now and 24 s for both
-    are 7 + 7 tokens; 8 s now leave 16 for 7, which is no more; with 30 s, 8 s leave time for 15."""
-    run = drive(cost_model=STEPPED)
-    run.add(1, 9)
-    run.step()
-    run.add(60, 1)
-    view = dataclasses.replace(run.scheduler.view, padding=BUCKETS)
-    two, most = window(view, 12.0, 12.0)
-    assert most == 7 and two.first(0, most) == 7
-    two, most = window(view, 12.0, 17.0)
-    assert most == 7 and two.first(0, most) == 3, "3 + 15 tokens in 28 s, not 7 + 7"
-    assert two.first(4, most) == 7, "but not with fewer than cannot wait"
-
-
-def test_a_prompt_that_ends_now_decodes_in_the_next_step() -> None:
-    """Whoever joins wants its next token after 5 tokens' time, 3 of which are left for prompts."""
-    run = drive(cost_model=LinearCostModel(Coefficients(0.125, 0, 0, 0, 0, 0, 0, 0, 0), 1))
-    run.add(1, 9)
-    run.step()
-    run.add(6, 9)
-    run.add(60, 1)
-    two, most = window(run.scheduler.view, 1.25, 1.25, joining=0.625)
-    assert most == 9
-    assert two.first(0, most) == 5, "5 now and 13 then; with its last one 9, 3 and its next"
-    two, most = window(run.scheduler.view, 1.25, 1.25)
-    assert two.first(0, most) == 9
 
 
 @settings(max_examples=25, deadline=None)

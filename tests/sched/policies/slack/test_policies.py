@@ -12,7 +12,6 @@ import pytest
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.policies.slack.fairbatching import capacity
-from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import Outlook
 from tests.sched.driver import Drive
@@ -147,27 +146,6 @@ def test_a_step_leaves_time_for_who_comes_next(policy: str) -> None:
     hasty.step()
     long = hasty.add(60, 2, ttft=8.0, tbt=900.0)
     assert hasty.step(0.125) == {first: 1, long: 60}
-
-
-@pytest.mark.parametrize("policy", NAMES)
-@pytest.mark.parametrize(
-    ("setting", "problem"),
-    [
-        ({"margin": 0.0}, "margin"),
-        ({"share": 2.0}, "share"),
-        ({"ttlt": 0.0}, "ttlt"),
-        ({"watermark": 1.0}, "watermark"),
-        ({"least": -1}, "least"),
-        ({"alpha": -1.0}, "alpha"),
-    ],
-)
-def test_settings_that_are_none_are_refused(
-    policy: str, setting: dict[str, Any], problem: str
-) -> None:
-    if any(not hasattr(make_policy(policy), name) for name in setting):
-        problem = "has no parameter"
-    with pytest.raises(ValueError, match=problem):
-        make_policy(policy, **setting)
 
 
 # QoServe.
