@@ -1,4 +1,4 @@
-"""Dataclasses from JSON, with every value checked by the type of its field."""
+"""Dataclasses from JSON, with every value checked against the type of its field."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-MOST = 2**53  # of whole numbers: what a float counts to
+MOST = 2**53  # largest whole number that a float counts to
 _Record = TypeVar("_Record")
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number of JSON, 0 or more."""
+    """Whether the value is a whole number of JSON, 0 or more."""
     return type(value) is int and 0 <= value <= MOST
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of JSON."""
+    """Whether the value is a finite number of JSON."""
     if type(value) is int:
         return abs(value) < 1e300
     return type(value) is float and math.isfinite(value)
@@ -34,16 +34,16 @@ _TAKES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def read_record(kind: type[_Record], value: Any, name: str = "") -> _Record:
-    """A dataclass from what `dataclasses.asdict` and JSON have made of one.
+    """A dataclass from the JSON of `dataclasses.asdict`.
 
     Args:
-        kind: Its class.
-        value: Of JSON.
-        name: What the value is called in messages; "" for the whole file.
+        kind: Class of the record.
+        value: Parsed JSON.
+        name: Name of the value in messages; "" for the whole file.
 
     Raises:
-        ValueError: A field is missing, there is no such field, or its value is of another type. The
-            message has its name.
+        ValueError: A field is missing or unknown, or its value has another type. The message names
+            it.
     """
     found = _of_type(dict, value, name or "it")
     hints, where = get_type_hints(kind), f"{name}." if name else ""

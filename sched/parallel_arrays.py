@@ -1,4 +1,4 @@
-"""Records of parallel arrays: what several properties of the same n things are."""
+"""Records of parallel arrays: several properties of the same n things."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class ParallelArrays:
         return len(next(iter(vars(self).values())))
 
     def __getitem__(self, part: slice | np.ndarray) -> Self:
-        """A slice of them, or those that a mask or indices choose."""
+        """The selected part: a slice, a mask or indices."""
         return type(self)(*[None if a is None else a[part] for a in vars(self).values()])
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """Concatenates several, at least one; an array must be in all of them."""
+        """Concatenates at least one record; optional arrays must be in all of them or in none."""
         if len(parts) == 1:
             return parts[0]
         return cls(*map(np.concatenate, zip(*(vars(p).values() for p in parts), strict=True)))

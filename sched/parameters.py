@@ -1,7 +1,7 @@
-"""A policy's parameters: which it has, and their values as text.
+"""A policy's parameters and their values as text.
 
-They are the fields of the policy's dataclass. Those that are a number, a switch, or one of an
-enumeration's names can be set from text; the others (groups, keys) only in Python.
+They are the fields of the policy's dataclass. Numbers, switches and members of enumerations can be
+set from text; the others (groups, keys) only in Python.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-NONE = "none"  # how text says None
-# What a policy says of itself to those who run it is not for them to set.
+NONE = "none"  # None as text
+# Properties that a policy declares about itself cannot be set by users.
 _DECLARED = ("hypothetical", "moves_cache", "speculates", "steady")
-_MOST = 2**63 - 1  # what arrays of int64 hold
+_MOST = 2**63 - 1  # limit of int64 arrays
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Parameter:
         return f"{self.name}={text_of(self.default)}"
 
     def check(self, value: Any) -> Any:
-        """Returns the value if the parameter takes it; parses text. ValueError names the parameter
-        and what it takes."""
+        """Returns the value, parsed if it is text, if the parameter takes it. ValueError names the
+        parameter and the values that it takes."""
         text, words = value if isinstance(value, str) else None, self._words()
         if self.optional and (value is None or (text or "").lower() == NONE):
             return None
@@ -82,7 +82,7 @@ class Parameter:
 
 
 def parameters(policy: object) -> dict[str, Parameter]:
-    """Those that can be set from text, by name, in the order of their definition."""
+    """Parameters that can be set from text, by name, in the order of their definition."""
     found = {}
     for name in _fields(policy):
         kind, optional = _kind(policy, name)
@@ -100,13 +100,13 @@ def with_parameters(
     """The policy with other values; text is converted.
 
     Args:
-        name: Of the policy, for messages.
-        policy: A policy, or what else is a dataclass with parameters.
+        name: Name of the policy, for messages.
+        policy: A policy, or another dataclass with parameters.
         values: The new values by name.
-        what: It is, for messages.
+        what: Kind of the object, for messages.
 
     Raises:
-        ValueError: It has no such parameter, or not from text, or a value is wrong.
+        ValueError: There is no such parameter, it cannot be set from text, or a value is wrong.
     """
     if not values:
         return policy
@@ -125,9 +125,9 @@ def with_parameters(
             raise ValueError(f"{what} {name!r}: {error}") from None
     try:
         changed: _Made = dataclasses.replace(policy, **checked)  # type: ignore[type-var]
-    except ValueError as error:  # of a policy that checks its own values
+    except ValueError as error:  # from a policy that checks its own values
         raise ValueError(f"{what} {name!r}: {error}") from error
-    if getattr(policy, "speculates", False):  # a variant has said so, and it is no field
+    if getattr(policy, "speculates", False):  # a variant has set it, and it is not a field
         object.__setattr__(changed, "speculates", True)
     return changed
 
@@ -148,7 +148,7 @@ def _fields(policy: object) -> list[str]:
 
 
 def _kind(policy: object, name: str) -> tuple[type | None, bool]:
-    """The type that text is converted to, None if there is none, and whether None is a value."""
+    """The type that text is converted to, None if there is none; and whether None is a value."""
     hint = _annotation(type(policy), name)
     optional = False
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
@@ -160,7 +160,8 @@ def _kind(policy: object, name: str) -> tuple[type | None, bool]:
 
 
 def _annotation(cls: type, name: str) -> Any:
-    """A field's type; None where its module cannot say, as for a name that only checkers import."""
+    """A field's type; None if its module cannot resolve it, as for a name that only checkers
+    import."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
     hint = inspect.get_annotations(owner)[name]
     if not isinstance(hint, str):

@@ -1,4 +1,4 @@
-"""A schedule for one iteration: what happens to caches, then request -> tokens to compute now."""
+"""A plan for one step: operations on caches, then the tokens to compute for each request."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def _none() -> np.ndarray:
 @dataclass(frozen=True)
 class Preempt:
     """Running requests lose cached tokens, which are computed again when they are next planned
-    (InferMax section 2.2, "refill"). Of what a row has on the host beyond the tokens that it keeps,
-    only what goes on from there without a gap stays.
+    (InferMax section 2.2, "refill"). A row's tokens on the host beyond those that it keeps are
+    dropped, except for segments that continue there without a gap.
 
     Attributes:
         rows: int64 [k].
@@ -27,22 +27,22 @@ class Preempt:
 
     @classmethod
     def whole(cls, rows: np.ndarray) -> Preempt:
-        """They lose all of it."""
+        """A preemption in which the rows lose all of their cache."""
         return cls(rows, np.zeros(len(rows), np.int64))
 
 
 @dataclass(frozen=True)
 class ProjectToKV:
-    """rows int64 [k]: planned rows whose hidden caches become K and V in place, with nothing
-    recomputed."""
+    """rows int64 [k]: planned rows whose hidden caches become K and V in place, without
+    recomputation."""
 
     rows: np.ndarray
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Block to block: in every plane, what rows[i] has in its block number index[i] is copied to a
-    free one, which takes its place. Others that hold the old one keep it. int64 [k] both."""
+    """Copies block to block: in every plane, row rows[i] gets a copy of its block number index[i]
+    in a free block, which replaces it. Other holders keep the old block. int64 [k] both."""
 
     rows: np.ndarray
     index: np.ndarray
@@ -51,13 +51,13 @@ class Copy:
 @dataclass(frozen=True)
 class Checkpoint:
     """Cached tokens go to host memory (BROS section 5.2, "lazy checkpointing"). The request that
-    fills their blocks from the other end may then write over them. The row computes nothing until
+    fills their blocks from the other end may then overwrite them. The row computes nothing until
     they are restored.
 
     Attributes:
         rows: int64 [k].
-        first, end: int64 [k], the tokens of each row, end not included, in all planes. They are the
-            last ones that the row still has in their blocks.
+        first, end: int64 [k], the tokens of each row, end exclusive, in all planes. They are the
+            last tokens that the row still has in their blocks.
     """
 
     rows: np.ndarray
@@ -67,9 +67,9 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Restore:
-    """Checkpoints come back from host memory, which is free then. One fills what is missing from
-    the row's cache, in order within a block, or goes on where the cache ends. A request that waited
-    runs again.
+    """Checkpoints come back from host memory, where their room becomes free. A checkpoint fills a
+    gap in the row's cache, in order within a block, or continues at the end of the cache. A waiting
+    request runs again.
 
     Attributes:
         rows: int64 [k].
@@ -83,8 +83,8 @@ class Restore:
 @dataclass(frozen=True)
 class Join:
     """A row, running or planned to start, takes the other end of blocks int64 [k, planes] that
-    somebody else fills, for its next k * block_size tokens (BROS section 5.1). Neither may write
-    over what the other has there."""
+    another row fills, for its next k * block_size tokens (BROS section 5.1). Neither row may
+    overwrite tokens of the other."""
 
     row: int
     blocks: np.ndarray
@@ -95,23 +95,24 @@ Operation = Preempt | ProjectToKV | Copy | Checkpoint | Restore | Join
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the next iteration does. Arrays are int64; the order of rows does not matter.
+    """What the next step does. Arrays are int64; the order of rows does not matter.
 
     Attributes:
         rows: [n], table rows.
-        num_tokens: [n], how many of its pending tokens each computes now, drafted ones included.
+        num_tokens: [n], pending tokens that each row computes now, including drafts.
         reserve: [n], cache tokens to have room for afterwards: at least computed + num_tokens, and
-            more where a policy allocates ahead, as Sarathi does for a whole prompt.
+        more if a policy allocates ahead, as Sarathi does for a whole prompt.
         kinds: [n], the `CacheKind` of each row's cache.
-        operations: On the pool, carried out one after the other before the step.
-        directions: [n], the `Direction` in which those that start fill their blocks; None for LEFT.
-        drafts: [n], how many of a row's tokens are drafted ones behind its newest, which may prove
-            false; None where nobody drafts. Policies leave this to the scheduler
-            (`sched/speculation/`).
-        missed: [k], rows, planned or not, that are not going to meet their targets. Who waits for
-            them is told, once. It is not taken back; naming them again changes nothing.
-        relegated: [k], rows that are not, and are served with what is left from now on, behind all
-            others: predictions of waits, and snapshots for routers, take them for that.
+        operations: Operations on the pool, carried out in order before the step.
+        directions: [n], the `Direction` in which starting rows fill their blocks; None for LEFT.
+        drafts: [n], how many of a row's tokens are drafts behind its newest token, which may be
+        rejected; None if there are no drafts. Policies leave this to the scheduler
+        (`sched/speculation/`).
+        missed: [k], rows, planned or not, that will miss their targets. Their clients are told,
+        once. This is final; naming a row again changes nothing.
+        relegated: [k], rows that are served only with what is left from now on, behind all others,
+        because they will miss their targets. Predictions of waits and snapshots for routers rely on
+        this.
     """
 
     rows: np.ndarray = field(default_factory=_none)
@@ -146,4 +147,5 @@ class BatchPlan:
 
 
 class InvalidPlan(RuntimeError):
-    """A policy asked for what the pool or the limits do not allow: a bug in the policy."""
+    """A policy asked for something that the pool or the limits do not allow: a bug in the
+    policy."""

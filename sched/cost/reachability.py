@@ -1,9 +1,8 @@
-"""What an idle engine takes for a request, and targets below that, which cannot be met.
+"""Latency of a request on an idle engine, and targets below it, which cannot be met.
 
-A request with such a target is served, and told. Policies see what an idle engine could reach
-instead, so that there is nothing to gain by asking for less. The comparison uses what
-`View.step_time` predicts for the request alone, without the host's work, and so errs in the
-request's favour.
+A request with such a target is served, and its client is told. Policies see the reachable latency
+instead, so asking for less gains nothing. The comparison uses what `View.step_time` predicts for
+the request alone, without the host's work, and so errs in the request's favour.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from jaxserve.sched.request import SLO, Request, SamplingParams
 class SloProblemKind(enum.StrEnum):
     """What is wrong with a target."""
 
-    TTFT_UNREACHABLE = "ttft_unreachable"  # less than the prompt takes alone
-    TBT_UNREACHABLE = "tbt_unreachable"  # less than the first decode takes alone
-    JCT_UNREACHABLE = "jct_unreachable"  # less than the fewest tokens that it may write take alone
-    JCT_BEFORE_TTFT = "jct_before_ttft"  # the last token sooner than the first one has to come
-    MAX_TBT_UNREACHABLE = "max_tbt_unreachable"  # as of a TBT, where it was asked for
+    TTFT_UNREACHABLE = "ttft_unreachable"  # less than the prompt alone takes
+    TBT_UNREACHABLE = "tbt_unreachable"  # less than the first decode alone takes
+    JCT_UNREACHABLE = "jct_unreachable"  # less than the shortest allowed answer takes alone
+    JCT_BEFORE_TTFT = "jct_before_ttft"  # the last token is due before the first
+    MAX_TBT_UNREACHABLE = "max_tbt_unreachable"  # like tbt_unreachable, for max_tbt
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,8 @@ class SloProblem:
 
     Attributes:
         kind: What is wrong with it.
-        target: As requested, seconds.
-        limit: What it is below, seconds.
+        target: The requested target, in seconds.
+        limit: Least latency that can be met, in seconds.
     """
 
     kind: SloProblemKind
@@ -44,7 +43,7 @@ class SloProblem:
     limit: float
 
 
-# Seconds of a batch, as `View.step_time`.
+# Seconds of a batch, as from `View.step_time`.
 StepTime = Callable[[BatchFeatures], Any]
 
 
@@ -55,7 +54,7 @@ class Alone:
     Attributes:
         ttft: To the first token.
         tbt: From the first token to the second; 0 if there is no second.
-        jct: To the last of the fewest tokens that the request may write.
+        jct: To the last token of the shortest answer that the request may get.
     """
 
     ttft: Any = 0.0
@@ -66,13 +65,13 @@ class Alone:
     def from_request(
         cls, request: Request, step_time: StepTime, chunk: int, cached: int = 0
     ) -> Alone:
-        """Of one request; all 0 if it has no targets to compare with. Any thread may ask.
+        """Latency of a request; all 0 if it has no targets to compare with. Any thread may ask.
 
         Args:
             request: The request.
             step_time: Predicts a batch.
             chunk: Prompt tokens that a step computes, `Policy.prefill_limit`.
-            cached: Tokens of its prompt that are there already.
+            cached: Tokens of its prompt that are cached already.
         """
         if request.slo == _NO_TARGETS:
             return NOTHING
@@ -86,7 +85,8 @@ class Alone:
     def from_lengths(
         cls, prompt_len: np.ndarray, limit: np.ndarray, step_time: StepTime, chunk: int
     ) -> Alone:
-        """Of n requests that may end with any token: the same numbers as `from_request` of each.
+        """Latency of n requests that may end with any token: the numbers of `from_request` for
+        each.
 
         Args:
             prompt_len: int64 [n].
@@ -109,8 +109,8 @@ more than what a clock that has run for months rounds to, some 1e-9 s."""
 
 def targets_that_count(slo: SLO, alone: Alone) -> tuple[float, float, float, float]:
     """TTFT, TBT, JCT and the longest TBT as policies see them, in seconds; inf for no target. A
-    target below what an idle engine takes is raised to JUST_MISSED times that: no policy ranks it
-    before what is feasible, or takes it for feasible."""
+    target below the latency on an idle engine is raised to JUST_MISSED times that latency: policies
+    neither rank it before feasible targets nor take it for feasible."""
     longest = slo.with_max_tbt().max_tbt
     return (
         np.inf if slo.ttft is None else max(slo.ttft, alone.ttft * JUST_MISSED),
@@ -138,8 +138,8 @@ def slo_problems(request: Request, alone: Alone) -> tuple[SloProblem, ...]:
 
 
 def least_output(sampling: SamplingParams) -> int:
-    """Tokens that a request writes at least: all that it may where nothing else ends it, else one
-    more than its minimum, which is the first that can end it."""
+    """Fewest tokens that a request writes: its maximum if nothing else can end it, otherwise one
+    more than its minimum, which is the first token that can end it."""
     if sampling.ignore_eos and not sampling.stop_token_ids and not sampling.stop:
         return sampling.max_tokens
     return min(sampling.min_tokens + 1, sampling.max_tokens)
@@ -150,14 +150,14 @@ def _prefill_time(step_time: StepTime, length: int, chunk: int, cached: int) -> 
     if cached:
         before = np.arange(cached, length, chunk)
         pieces = _pieces(step_time, np.minimum(length - before, chunk), before)
-        return float(np.cumsum(pieces)[-1])  # one after the other, as the compiled simulation does
+        return float(np.cumsum(pieces)[-1])  # summed in order, like the compiled simulation
     if length <= chunk:
         return float(step_time(BatchFeatures(length, length, 0, 0, length**2, 1, 0)))
     return float(prefill_times(step_time, np.array([length]), chunk)[0])
 
 
 def prefill_times(step_time: StepTime, length: np.ndarray, chunk: int) -> np.ndarray:
-    """Seconds of the steps that compute each of some prompts, alone and in pieces, float64 [n].
+    """Seconds to compute each of these prompts alone and in pieces, float64 [n].
 
     Args:
         step_time: Predicts a batch.
@@ -173,16 +173,18 @@ def prefill_times(step_time: StepTime, length: np.ndarray, chunk: int) -> np.nda
 
 
 def _pieces(step_time: StepTime, count: np.ndarray, before: np.ndarray) -> np.ndarray:
-    """Of one piece of a prompt each, `count` tokens after so many cached ones, float64 [n]."""
+    """Seconds of pieces of prompts, each of `count` tokens after `before` cached ones, float64
+    [n]."""
     batch = BatchFeatures(count, count, 0, 0, count * (count + 2 * before), 1, before)
     return np.broadcast_to(step_time(batch), count.shape)
 
 
 def _decode_time(step_time: StepTime, length: Any, tokens: int) -> Any:
-    """Seconds of the steps that write all but the first of so many tokens. Linear in what is read,
-    so all of them together take as long as the mean one so many times. length: one, or many."""
+    """Seconds of the steps that write all but the first of `tokens` tokens. Linear in the tokens
+    read, so all steps together take as long as the mean step times their number. length: a number
+    or an array."""
     steps = tokens - 1
     if not steps:
         return 0.0
-    mean = length + 1 + (steps - 1) / 2  # tokens that a step reads, its own included
+    mean = length + 1 + (steps - 1) / 2  # tokens that a step reads, including its own
     return steps * step_time(BatchFeatures(1, 1, mean, 1, 0, 0, 0))

@@ -1,7 +1,7 @@
 """Fits a cost model and host overheads to steps that an engine has served.
 
-`sched/cost/cost_model_fit.py` fits shapes that were measured on purpose. Here there are many steps
-of few kinds, and some were disturbed: they are held near a prior, and outliers are clipped.
+`sched/cost/cost_model_fit.py` fits shapes that were measured on purpose. Served steps are many but
+of few kinds, and some were disturbed: the fit is held near a prior, and outliers are clipped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from jaxserve.sched.cost.cost_model_fit import PRIOR, FitError, columns, fitted,
 from jaxserve.sched.cost.host_overhead import HostOverhead
 
 MIN_STEPS = 10
-MIN_IDLE = 3  # steps that say what a step takes longer after idle, or where the thread slept
-CLIP = 3.0  # a step counts as at most so many times what was to be expected
-HOST_CLIP = 4.0  # the same of the host's thread, whose times are short and vary more
-PASSES = 4  # of the fit; in each, what is expected is what the one before found
-MOST = 5.0  # a step counts as at most so many times the expected in what all of them took
-LEAST_STEP_S = 1e-6  # no step takes less
-NOT_HELD = 1e-6  # rows that nothing counts as much as, but that zero decides where none does
+MIN_IDLE = 3  # least steps to estimate the extra time after idle or sleep
+CLIP = 3.0  # most that a step counts for, as a multiple of its expected time
+HOST_CLIP = 4.0  # the same for the host's thread, whose short times vary more
+PASSES = 4  # of the fit; each takes its expectations from the one before
+MOST = 5.0  # the same as CLIP for the total of all steps
+LEAST_STEP_S = 1e-6  # least time of a step
+NOT_HELD = 1e-6  # weight of a prior that only matters without any data
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ServedSteps:
         return len(self.device_time)
 
     def host_time(self) -> np.ndarray:
-        """Seconds that the host's thread worked for each step, waking up excluded, float64 [n]."""
+        """Seconds that the host's thread worked for each step, without waking up, float64 [n]."""
         return self.receive_time + self.plan_time + self.launch_time + self.finish_time
 
     def host_features(self) -> dict[str, dict[str, np.ndarray]]:
@@ -110,9 +110,10 @@ class ServedSteps:
 
 
 def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
-    """Fits a cost model to the steps' device times, held near a multiple of the prior. Steps after
-    idle have an extra cost that is left out of the model; they are included because a lightly
-    loaded server has prompts in no other steps. FitError for fewer than MIN_STEPS steps."""
+    """Fits a cost model to the steps' device times, held near a multiple of the prior. The extra
+    cost of steps after idle is fitted, too, but left out of the model; these steps are included
+    because a lightly loaded server has prompts in no others. FitError for fewer than MIN_STEPS
+    steps."""
     steps = steps.select(steps.device_time > 0)
     if len(steps) < MIN_STEPS:
         raise FitError(f"at least {MIN_STEPS} steps are needed, there are {len(steps)}")
@@ -128,19 +129,19 @@ def fit_device(steps: ServedSteps, prior: LinearCostModel) -> LinearCostModel:
         np.stack(design, axis=1), steps.device_time, CLIP, np.array(before), np.array(held)
     )
     found = Coefficients(*values[:num_fitted].tolist())
-    least = LEAST_STEP_S / prior.num_layers  # noise may put all that a step takes on the others
+    least = LEAST_STEP_S / prior.num_layers  # noise may put all time on other terms
     found = replace(found, token_bias=max(found.token_bias, least))
     return replace(prior, coefficients=found)
 
 
 def _without_overlap(steps: ServedSteps) -> bool:
-    """Whether the device is idle before as good as every step."""
+    """Whether the device was idle before nearly every step."""
     return bool(np.count_nonzero(~steps.after_idle) < MIN_STEPS)
 
 
 def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostOverhead:
-    """Fits the host's overheads, and how much longer than predicted steps took after idle. All are
-    0 without steps."""
+    """Fits the host's overheads, and the extra time of steps after idle. All are 0 without
+    steps."""
     if not len(steps):
         return HostOverhead()
     found: dict[str, float] = {}
@@ -152,7 +153,7 @@ def fit_host(steps: ServedSteps, model: LinearCostModel) -> HostOverhead:
 
 
 def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
-    took = seconds > 0  # else the clock has not moved, and says nothing
+    took = seconds > 0  # otherwise the clock has not moved
     if not took.any():
         return [0.0] * len(features)
     design = np.stack(features, axis=1).astype(np.float64)
@@ -161,7 +162,8 @@ def _terms(seconds: np.ndarray, *features: np.ndarray) -> list[float]:
 
 
 def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
-    """The median; 0 if there are few, or the model is of nothing but such steps."""
+    """The median extra time after idle; 0 if there are few such steps, or the model has no
+    others."""
     idle = steps.select(steps.after_idle & (steps.device_time > 0))
     if len(idle) < MIN_IDLE or _without_overlap(steps):
         return 0.0
@@ -169,8 +171,8 @@ def _idle(steps: ServedSteps, model: LinearCostModel) -> float:
 
 
 def _wake(steps: ServedSteps, host: HostOverhead) -> float:
-    """The median over the steps before which the thread slept, from the arrival to the launch, of
-    what they took beside `host`: caches are cold after it. 0 if there are few."""
+    """The median time from the arrival to the launch, beyond `host`, of steps before which the
+    thread slept: caches are cold then. 0 if there are few."""
     slept = steps.select(steps.wake_time > 0)
     if len(slept) < MIN_IDLE:
         return 0.0
@@ -182,10 +184,10 @@ def _wake(steps: ServedSteps, host: HostOverhead) -> float:
 def _robust(
     design: np.ndarray, seconds: np.ndarray, clip: float, prior: np.ndarray, held: np.ndarray
 ) -> np.ndarray:
-    """Least squares with weights: the variance of a step's time grows with it, as with disturbances
-    that strike at random. The weights come from the measured times at first, which biases the fit
-    down, and from the expected times in later passes, with outliers clipped. Finally the result is
-    scaled to the measured total, since recurring disturbances are part of it."""
+    """Weighted least squares: the variance of a step's time grows with it, as with disturbances
+    that strike at random. The first weights come from the measured times, which biases the fit
+    down; later passes use the expected times, with outliers clipped. Finally the result is scaled
+    to the measured total, since recurring disturbances are part of it."""
     expected, wanted = seconds, seconds
     for _ in range(PASSES):
         unit = np.sqrt(expected)

@@ -7,36 +7,36 @@ from collections import deque
 
 from jaxserve.sched.cost.cost_model import BatchFeatures
 
-LAST = 7  # steps of a size that count
+LAST = 7  # last steps of a size that count
 
 
 class SizeRatios:
-    """How many times its prediction a step took, by its compiled size: the median of the last ones.
+    """Measured over predicted time of steps by their compiled size: the median of the last ones.
 
-    A linear model of all steps is a little wrong at each size. Where two sizes are compared, as for
-    drafts, that may be more than what is won.
+    A linear model of all steps is slightly wrong at each size. Where two sizes are compared, as for
+    drafts, the error may exceed the gain.
     """
 
     def __init__(self) -> None:
         self._last: dict[tuple[bool, int], deque[float]] = {}
 
     def note(self, features: BatchFeatures, ratio: float) -> None:
-        """A step took so many times its prediction.
+        """Notes the ratio of a step.
 
         Args:
-            features: Of the step, padded.
-            ratio: Of the two times.
+            features: Padded features of the step.
+            ratio: Measured over predicted time.
         """
         singles = features.num_tokens == features.num_decodes + features.num_prefills
         size = bool(singles), int(features.padded_tokens)
         self._last.setdefault(size, deque(maxlen=LAST)).append(ratio)
 
     def of(self, size: int, *, singles: bool) -> float:
-        """Of steps of this size, or of the nearest known one; 1 where none is known.
+        """The ratio for this size, or for the nearest known one; 1 if none is known.
 
         Args:
-            size: Tokens, padded.
-            singles: Whether each row has one token: other programs run then.
+            size: Padded tokens.
+            singles: Whether each row has one token, which runs other programs.
         """
         found = self._last.get((singles, size))
         if found is None and self._last:

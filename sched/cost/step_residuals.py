@@ -1,10 +1,10 @@
-"""How far the steps of an engine are from what its cost model says, and lots that draw from it.
+"""How far an engine's steps deviate from its cost model, and random draws of such deviations.
 
-A cost model says what a step takes in the mean. What it does take varies with other programs, the
-processor's clock and what the host does meanwhile, which no feature of the batch says, and without
-which a simulation has no tails. Here that is drawn from the residuals of steps that were served, in
-runs of steps that followed each other, since a slow one is followed by slow ones (moving block
-bootstrap: Kunsch, Annals of Statistics 17(3), 1989; in a circle: Politis and Romano, 1992).
+A cost model predicts mean times. Actual times also vary with other programs, the processor's clock
+and the host's other work, which no feature of the batch shows; without this a simulation has no
+tails. The variation is drawn from the residuals of served steps, in runs of consecutive steps,
+since slow steps follow each other (moving block bootstrap: Kunsch, Annals of Statistics 17(3),
+1989; in a circle: Politis and Romano, 1992).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxserve.sched.cost.cost_model import LinearCostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.served_steps import MIN_STEPS, MOST, ServedSteps
 
-LEVELS = 1000  # quantiles that are kept of the residuals of each kind
-SIZES = 4  # kinds of steps with prompts, and of those without, by how long they should take
-RUN = 50  # steps that are drawn together
-LOTS = 1 << 16  # batches after which the draws begin again
-_APART = 7919  # lots by which replicas are apart, so that they are not slow together
+LEVELS = 1000  # quantiles kept of each kind's residuals
+SIZES = 4  # kinds of steps by predicted time, with prompts and without
+RUN = 50  # consecutive steps that are drawn together
+LOTS = 1 << 16  # batches after which the draws repeat
+_APART = 7919  # offset between replicas, so that they are not slow together
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,8 @@ class Scatter:
             of steps without prompts, then of each size of steps with prompts.
         bounds: float64 [2, SIZES - 1], predicted seconds at which the next size begins.
         host: float64 [LEVELS], the same factors for the host's thread.
-        levels: int64 [2, n], for each served step in order, which of its kind's factors it had, and
-            which of the host's.
+        levels: int64 [2, n], for each served step in order, the index of its factor in its kind's
+            factors, and the same for the host's.
     """
 
     factors: np.ndarray
@@ -43,13 +43,13 @@ class Scatter:
     levels: np.ndarray
 
     def lots(self, seed: int) -> np.ndarray:
-        """Draws the levels of each batch of a simulation, of the device and of the host.
+        """Draws the levels of each batch of a simulation, for the device and the host.
 
         Args:
             seed: Equal seeds draw equal levels.
 
         Returns:
-            int64 [2, LOTS]; later batches begin again at the first.
+            int64 [2, LOTS]; later batches start again at the first.
         """
         rng, count = np.random.default_rng((seed, 5)), self.levels.shape[1]
         run = min(RUN, count)
@@ -88,26 +88,26 @@ def fit_scatter(steps: ServedSteps, model: LinearCostModel, host: HostOverhead) 
     factors, levels = np.ones((2 * SIZES, LEVELS)), np.zeros((2, len(steps)), np.int64)
     for kind in range(2 * SIZES):
         mine = kinds == kind
-        # Of a kind of which there are hardly any, what is known of all.
+        # If there are hardly any steps of a kind, the residuals of all steps are used.
         like = mine if np.count_nonzero(mine) >= MIN_STEPS else np.ones(len(steps), bool)
         factors[kind] = _quantiles(factor[like], expected[like])
         levels[0, mine] = _ranks(factor[like], factor[mine])
     took, should = steps.host_time(), steps.predicted_host_time(host)
-    known = should > 0  # else the clock has not moved
+    known = should > 0  # otherwise the clock has not moved
     factor = np.minimum(np.divide(took, should, out=np.ones(len(steps)), where=known), MOST)
     levels[1] = _ranks(factor, factor)
     return Scatter(factors, bounds, _quantiles(factor, should), levels)
 
 
 def _quantiles(found: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """LEVELS of them, scaled to have the weighted mean."""
+    """LEVELS quantiles, scaled to have the weighted mean."""
     total = weights.sum()
     scale = (found * weights).sum() / total / found.mean() if total else 1.0
     return scale * np.quantile(found, (np.arange(LEVELS) + 0.5) / LEVELS)
 
 
 def _ranks(among: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Which of the quantiles each of those found is, the middle one where several are the same."""
+    """The index of each value among the quantiles, the middle one if several are equal."""
     among = np.sort(among)
     below, upto = (np.searchsorted(among, found, side) for side in ("left", "right"))
     return (below + upto) * LEVELS // (2 * len(among) + 1)
@@ -121,9 +121,9 @@ class Draws:
     """Random factors, actual over predicted time, for the batches of one simulated replica.
 
     Args:
-        scatter: What to draw from.
-        seed: Of the simulation.
-        replica: Its number.
+        scatter: Residuals to draw from.
+        seed: Seed of the simulation.
+        replica: Number of the replica.
     """
 
     def __init__(self, scatter: Scatter, seed: int, replica: int) -> None:
@@ -152,5 +152,5 @@ class Draws:
 
 
 def first_lot(replica: int) -> int:
-    """Where in the draws a replica begins."""
+    """Where a replica begins in the draws."""
     return replica * _APART % LOTS

@@ -1,5 +1,5 @@
-"""Which waiting requests a policy sees when several tenants have some: as many as the next step may
-take, in weighted fair order. Which of these it serves is up to the policy."""
+"""Which waiting requests a policy sees if several tenants have some: as many as the next step may
+take, in weighted fair order. The policy decides which of these it serves."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from jaxserve.sched.unified.policy_spec import Columns
 def hold_back(
     policy: Policy, view: View, shares: FairShares, now: float, apart: np.ndarray
 ) -> None:
-    """Moves requests between WAITING and HELD, so that the policy sees those whose tenants are
-    next.
+    """Moves requests between WAITING and HELD, so that the policy sees those of the next tenants.
 
-    Requests that were preempted are never held, nor is any if only one tenant waits. Tiers are
-    handled separately, since the policy decides between them: of each tier at least one is seen.
+    Preempted requests are never held, nor any request if only one tenant waits. Tiers are handled
+        separately, since the policy decides between them: at least one request of each tier is
+        visible.
 
     Args:
         policy: Ranks the requests of one tenant.
         view: What the policy sees.
         shares: The tenants' counters.
         now: Seconds.
-        apart: int64 [k], rows that stay held, whoever is next.
+        apart: int64 [k], rows that stay held in any case.
     """
     table = view.table
     waiting = (table.state == WAITING) | (table.state == HELD)
@@ -53,7 +53,7 @@ def waiting_tenants(view: View) -> np.ndarray:
 
 
 def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.ndarray:
-    """As the policy would serve them, as far as it says, else by arrival."""
+    """The rows in the policy's order if it has one, otherwise by arrival."""
     seq = view.table.seq[rows]
     with np.errstate(all="ignore"):
         standing = policy.queue_priority(Columns(view, rows, 0.0), now)
@@ -65,7 +65,7 @@ def _in_order(policy: Policy, view: View, rows: np.ndarray, now: float) -> np.nd
 def _next(
     policy: Policy, view: View, shares: FairShares, lane: np.ndarray, now: float
 ) -> np.ndarray:
-    """The rows of this tier to see, one at least, until tokens, blocks or places are used up."""
+    """The visible rows of this tier, at least one, until tokens, blocks or places are used up."""
     table, pool = view.table, view.pool
     running = table.in_state(RUNNING)
     decodes = table.decoding(running)
@@ -78,7 +78,7 @@ def _next(
         losers = running[lower & policy.makes_room(others, first, now)]
     places = policy.row_limit(view.limits) - len(running) + len(losers)
     blocks = pool.num_free + int(pool.held[losers].sum())
-    length = table.pending(lane)  # what is found is neither computed nor charged
+    length = table.pending(lane)  # cached prefixes are neither computed nor charged
     needed = pool.needed(lane, table.prompt_len[lane], np.zeros(len(lane), np.int64))
     taken = list[int]()
     for index in shares.in_turn(table.tenant[lane], length):

@@ -1,10 +1,10 @@
 """Weighted fair shares of an engine between tenants: the Virtual Token Counter (Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI 2024).
 
-Each tenant has a counter of what was computed for it, over its weight; the waiting tenant with the
-least counter is next. A tenant that was idle is lifted to the others' level, so that shares cannot
-be saved up. Nothing is reserved: what one tenant leaves, another may use. The order within a tenant
-is decided elsewhere.
+Each tenant has a counter of the tokens computed for it, divided by its weight; the waiting tenant
+with the lowest counter is next. A tenant that was idle is lifted to the others' level, so that
+shares cannot be saved up. Nothing is reserved: a tenant may use what others leave. The order within
+a tenant is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class FairShares:
         self._numbers: dict[str, int] = {}
         self._counter = np.zeros(0)
         self._weight = np.zeros(0)
-        self._left = 0.0  # the counter of who left the queue last
+        self._left = 0.0  # counter of the tenant that left the queue last
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def join(self, name: str, weight: float | None, waiting: Callable[[], np.ndarray]) -> int:
-        """The number of a tenant that has a new request. weight: None keeps the current one, at
-        first 1. waiting: returns the tenants of the waiting requests."""
+        """Adds a tenant with a new request. Returns its number. weight: None keeps the current one,
+        initially 1. waiting: returns the tenants of the waiting requests."""
         number = self._numbers.setdefault(name, len(self._numbers))
         if number == len(self._counter):
             self._counter = np.append(self._counter, 0.0)
@@ -65,11 +65,11 @@ class FairShares:
         return number
 
     def weight(self, number: int) -> float:
-        """Of that tenant."""
+        """The weight of that tenant."""
         return float(self._weight[number])
 
     def left(self, number: int) -> None:
-        """A request of that tenant no longer waits."""
+        """Notes that a request of that tenant no longer waits."""
         self._left = float(self._counter[number])
 
     def charge(self, tenants: np.ndarray, cost: np.ndarray) -> None:
@@ -85,8 +85,8 @@ class FairShares:
 
     def in_turn(self, tenants: np.ndarray, cost: np.ndarray) -> Iterator[int]:
         """Indices of n requests in the order in which they would be taken if each were computed at
-        once: always the next one of the tenant with the least counter, and of each tenant in the
-        given order. tenants, cost: int64 [n]."""
+        once: always the next request of the tenant with the lowest counter, in the given order
+        within a tenant. tenants, cost: int64 [n]."""
         some = np.flatnonzero(np.bincount(tenants)).tolist()
         mine = {number: np.flatnonzero(tenants == number) for number in some}
         heap = [(self._counter[number], int(at[0]), 0, number) for number, at in mine.items()]
@@ -103,6 +103,6 @@ class FairShares:
 
 
 def may_have(taken: int, capacity: int, weight: float) -> int:
-    """Places that a tenant may have in a shared queue of which `taken` are taken: the fuller the
+    """Places that a tenant may have in a shared queue with `taken` places in use: the fuller the
     queue, the fewer (Choudhury and Hahne's dynamic threshold)."""
     return int(min(KEPT * weight * (capacity - taken), capacity))

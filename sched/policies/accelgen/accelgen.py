@@ -1,8 +1,7 @@
-"""AccelGen: the strictest target of a batch limits its size, and the rest of it is filled by
-choice.
+"""AccelGen: the strictest target in a batch limits its size; the rest of it is filled by choice.
 
 Decodes stay in the batch. Prompts that must run now to meet their targets join them, cut to the
-token; then prompts under way; then those others that best use the tokens and blocks left.
+token; then prompts in progress; then those waiting ones that best use the tokens and blocks left.
 docs/accelgen-policy.md lists the differences from the paper.
 """
 
@@ -27,7 +26,7 @@ from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 
-_FAR = 1e12  # seconds: behind all that are not late
+_FAR = 1e12  # seconds: sorts behind all requests that are not late
 
 
 class Ordering(enum.Enum):
@@ -44,20 +43,22 @@ class Ordering(enum.Enum):
 )
 @dataclass(frozen=True)
 class AccelGen(Policy):
-    """ttft, tbt: targets, seconds, of real-time requests that name none (the paper's reading
-    speed). long: tokens of a prompt of which one at most is computed at a time. gamma: seconds of
-    remaining time within which those who start are chosen from. pivot: forward size S_pf, tokens;
-    None to find it. watermark: share of the pool that starts leave free while others run.
+    """ttft, tbt: targets, in seconds, of real-time requests without their own (the paper's reading
+    speed). long: prompts of this many tokens are long, and only one is computed at a time. gamma:
+    width of the window of remaining time, in seconds, from which starts are chosen. pivot: forward
+    size S_pf, tokens; None to find it. watermark: share of the pool that starts leave free while
+    others run.
 
     late_last: whether urgent prompts that can no longer meet their targets come behind all others.
-    More of them do then in an overload, and the late ones wait for its end; late_turn: unless one
-    of them comes first after so many starts of others, 0 for never. sparing: whether urgent
-    requests take memory only from those who have missed a target, or miss none without their
-    caches, not from whoever has most time left. paced: whether the time that a job may wait is
-    spread evenly over its iterations, instead of all of it being there until it is gone.
+        In an overload, more requests then meet theirs, and late ones wait for its end; late_turn:
+        after this many starts of others, one late prompt comes first; 0 for never. sparing: whether
+        urgent requests take memory only from requests that have missed a target, or will miss none
+        without their caches, instead of from those with most time left. paced: whether the time
+        that a job may wait is spread evenly over its iterations, instead of being used up by the
+        first ones.
 
-    chunked, ordering, euclidean: the three parts of the design; without them prompts are whole, in
-    order of arrival, and start in that order.
+    chunked, ordering, euclidean: the three parts of the design; without them prompts are whole,
+        come in order of arrival, and start in that order.
 
     Raises ValueError for a value out of range.
     """
@@ -101,7 +102,7 @@ class AccelGen(Policy):
         object.__setattr__(self, "_missed", Missed())
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """Decodes, urgent prompts, prompts under way, and of the others the best fit."""
+        """Decodes, urgent prompts, prompts in progress, and the best fit of the others."""
         clock, pivot = now + self._history.in_flight(view), self._gauge.read(view)
         longest = self._history.longest(pivot.seconds)
         work = self._ranked(view, clock, pivot, longest)
@@ -129,7 +130,8 @@ class AccelGen(Policy):
         return np.where(requests.waiting & late, due + _FAR, due)
 
     def _ranked(self, view: View, clock: float, pivot: Pivot, longest: float) -> AccelGenWork:
-        """All requests, the most urgent first, but for long prompts that wait for another."""
+        """All requests, the most urgent first, except long prompts that wait for another long
+        prompt."""
         table = view.table
         rows = np.concatenate([table.in_state(RUNNING), table.in_state(WAITING)])
         work = AccelGenWork.of_rows(
@@ -148,7 +150,7 @@ class AccelGen(Policy):
         lost, spare = self._missed.read(view, rows, clock), key
         if self.ordering is Ordering.SLO and self.sparing:
             again = self._chunks(work.tokens + work.start, pivot) * longest
-            out = longest + self._history.absence  # which a job's laxity has in it
+            out = longest + self._history.absence  # part of a job's laxity
             spare = np.minimum(time - out, slack + parts * longest) - again
             spare = np.where(lost, np.inf, np.where(spare > 0, spare, -np.inf))
         late = np.where(work.decodes, slo, np.inf)
@@ -157,13 +159,13 @@ class AccelGen(Policy):
         return work[np.argsort(work.key, kind="stable")]
 
     def _chunks(self, pending: np.ndarray, pivot: Pivot) -> np.ndarray:
-        """N_ck of each."""
+        """N_ck of each row."""
         return chunks(pending, self._history.chunk(pivot.size) if self.chunked else None)
 
     def _fill(
         self, filling: AccelGenFilling, prompts: AccelGenWork, pivot: Pivot, longest: float
     ) -> None:
-        """Prompts beside the decodes."""
+        """Adds prompts beside the decodes."""
         first = -(-prompts.tokens // self._chunks(prompts.tokens, pivot))
         prompts, savable = _in_reach(filling.batch, prompts, first)
         urgent = prompts.key <= longest
@@ -173,14 +175,14 @@ class AccelGen(Policy):
         if self.late_last:
             order = np.argsort(urgent & ~savable, kind="stable")
             prompts, savable, urgent = prompts[order], savable[order], urgent[order]
-            # Whole prompts would not fit into what the others leave of the time.
+            # Whole prompts would not fit into the time that the others leave.
             behind = urgent & ~savable & prompts.starts & self.chunked
             late, rest = prompts[behind], ~behind
             prompts, savable, urgent = prompts[rest], savable[rest], urgent[rest]
         now, limit = prompts[urgent], filling.limit
         if self.chunked:
             filling.limit = min(limit, float(now.limit.min(initial=np.inf)))
-        else:  # whole, they come in however large they are
+        else:  # whole prompts are added however large they are
             filling.limit, now = np.inf, replace(now, limit=np.full(len(now), np.inf))
         turn = self.late_turn and self._history.passed >= self.late_turn
         if turn:
@@ -204,7 +206,7 @@ class AccelGen(Policy):
     def _booked(
         self, view: View, batch: AccelGenBatch, room: AccelGenBudget, clock: float
     ) -> BatchPlan:
-        """The plan; also notes what the next one has to know of it."""
+        """Makes the plan, and notes what the next one has to know of it."""
         done, seconds, history = batch.work(), batch.seconds, self._history
         history.note_absences(view, room.preempted, done.rows, clock)
         history.note_batch(view, done.rows, done.start + done.tokens, done.tokens, seconds)
@@ -217,8 +219,8 @@ class AccelGen(Policy):
 def _in_reach(
     batch: AccelGenBatch, work: AccelGenWork, tokens: np.ndarray
 ) -> tuple[AccelGenWork, np.ndarray]:
-    """The work, with limits only where they can be met beside the batch when so many tokens of it,
-    int64 [n], are computed now; and which of it will be in time, bool [n]."""
+    """The work, with limits only where they can be met beside the batch if these tokens of it,
+    int64 [n], are computed now; and which requests will be in time, bool [n]."""
     seconds = batch.with_each(replace(work, tokens=tokens))
     met = seconds <= work.limit
     otherwise = np.where(seconds <= work.late, work.late, np.inf)
@@ -226,8 +228,8 @@ def _in_reach(
 
 
 def _one_long(work: AccelGenWork) -> AccelGenWork:
-    """Without the long prompts that wait while another is computed, which is as urgent as they
-    are; or without all but the most urgent of them (exclusive request allocation)."""
+    """Drops the long prompts that wait while another equally urgent one is computed, or all but the
+    most urgent of them (exclusive request allocation)."""
     long = work.long & ~work.decodes
     if np.count_nonzero(long) < 2:
         return work

@@ -1,10 +1,9 @@
-"""Targets for whole jobs, as time that each iteration may wait (AccelGen section 4.3).
+"""Targets for whole jobs, as the time that each iteration may wait (AccelGen section 4.3).
 
-A job of N iterations that take T_e in all may wait for (JCT - T_e) / N before each. What an
-iteration leaves of that goes to the next, and what it takes too much the next lacks. So it is
-enough to know when the next is to begin: the one after begins, at the latest, that far after the
-end of this one, plus what this one was early, or less what it was late; that is, its own latest
-begin, plus its time, plus the share.
+A job of N iterations that take T_e in total may wait for (JCT - T_e) / N before each. An iteration
+passes unused time on to the next, and exceeded time is missing there. So it suffices to know when
+the next iteration must begin at the latest: the latest begin of this one, plus its time, plus the
+share.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def laxity(
     Args:
         view: What the policy sees.
         rows: int64 [n].
-        chunks: N_ck, iterations until each one's next token.
+        chunks: N_ck, iterations until each row's next token.
         clock: Seconds, when the step starts.
         longest: T_max, seconds.
         loss: P_max P, seconds a token.
@@ -45,13 +44,13 @@ def laxity(
 def _takes(
     view: View, rows: np.ndarray, chunks: np.ndarray, longest: float, loss: float
 ) -> np.ndarray:
-    """T_e of each, float64 [n], seconds."""
+    """T_e of each row, float64 [n], seconds."""
     return chunks * longest + np.maximum(view.table.tokens_ahead(rows), 1.0) * (longest + loss)
 
 
 class Allowances:
-    """By row, the request that has it (its order of arrival), when its next iteration must begin,
-    the seconds that each iteration may wait, and how many iterations are still expected."""
+    """By row: the request (its order of arrival), when its next iteration must begin, the seconds
+    that each iteration may wait, and the number of iterations still expected."""
 
     def __init__(self) -> None:
         self._seq = np.zeros(0, np.int64)
@@ -67,12 +66,12 @@ class Allowances:
         loss: float,
     ) -> np.ndarray:
         """When each request's next iteration must begin at the latest. A request that is new, was
-        preempted, or takes more iterations than expected gets its share of the time left anew.
+        preempted, or takes more iterations than expected gets a new share of the time left.
 
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            chunks: N_ck, iterations until each one's next token.
+            chunks: N_ck, iterations until each row's next token.
             clock: Seconds, when the step starts.
             longest: T_max, seconds.
             loss: P_max P, seconds a token.
@@ -118,5 +117,5 @@ class Allowances:
         self._left[rows] -= 1
 
     def forget(self, rows: list[int]) -> None:
-        """Notes that these rows lose their caches and are queued anew."""
+        """Notes that these rows lose their caches and are queued again."""
         self._seq[[row for row in rows if row < len(self._seq)]] = NOBODY

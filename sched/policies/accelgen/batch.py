@@ -1,4 +1,4 @@
-"""The batch being put together: what each would do in it, and how long it would take."""
+"""The batch being built: what each request would do in it, and how long it would take."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class AccelGenWork(PlannedWork):
 
     Attributes:
         reserve: Cache tokens to have room for.
-        long: bool, which ones take blocks chunk by chunk.
-        key: Seconds; the least is the most urgent.
-        limit: The longest that the step may take for the request's target, seconds.
+        long: bool, which requests take blocks chunk by chunk.
+        key: Seconds; the lowest is the most urgent.
+        limit: Longest time that the step may take for the request's target, seconds.
         late: The limit to use instead if that cannot be met.
-        spare: Seconds for which it could do without its cache.
-        lost: bool, whether it has missed its target for good.
+        spare: Seconds for which the request could do without its cache.
+        lost: bool, whether the request has missed its target for good.
     """
 
     reserve: np.ndarray
@@ -60,7 +60,8 @@ class AccelGenWork(PlannedWork):
         )
 
     def cut(self, view: View, tokens: np.ndarray) -> AccelGenWork:
-        """The same with so many tokens each, int64 [n]. Long ones take blocks only for these."""
+        """The same work cut to these tokens, int64 [n]. Long requests take blocks only for
+        these."""
         reserve = np.where(self.long, self.start + tokens, self.reserve)
         new = self.new
         if self.long.any():
@@ -76,8 +77,8 @@ class AccelGenBatch(BatchBuilder[AccelGenWork]):
         super().__init__(view, AccelGenWork.of_rows(view, rows, np.zeros(0), rows > 0))
 
     def longest(self, start: int, limit: float, most: int) -> int:
-        """The most tokens of a prompt, `start` of them cached, with which it takes no longer than
-        `limit` seconds; at most `most`."""
+        """Most tokens of a prompt, after `start` cached ones, with which the batch takes no longer
+        than `limit` seconds; at most `most`."""
 
         def seconds(tokens: np.ndarray) -> np.ndarray:
             nothing = np.zeros(len(tokens), bool)
@@ -86,7 +87,7 @@ class AccelGenBatch(BatchBuilder[AccelGenWork]):
         return longest(seconds, limit, most)
 
     def drop(self, row: int) -> None:
-        """Takes the row out, if it is in."""
+        """Removes the row, if it is in the batch."""
         for i, part in enumerate(self.parts):
             stays = part.rows != row
             if not stays.all():

@@ -1,4 +1,4 @@
-"""Fills a batch: decodes, urgent prompts, and a choice among the others."""
+"""Fills a batch: decodes, urgent prompts, and a selection of the others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class AccelGenFilling:
 
     Args:
         batch: The batch, empty at first.
-        room: Its memory.
-        pivot: Says how many tokens fit into a time.
+        room: Its memory budget.
+        pivot: Gives the number of tokens that fit into a time.
         chunked: Whether prompts may be cut.
 
     Attributes:
-        limit: SLO_min, the longest that the batch may take for those in it, seconds.
+        limit: SLO_min, the longest time that the batch may take for its requests, seconds.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class AccelGenFilling:
 
     def retain(self, work: AccelGenWork) -> None:
         """Adds decodes, the most urgent first, while the batch meets the strictest of their limits;
-        at least one."""
+        at least one is added."""
         limit = np.minimum.accumulate(work.limit)
         ok = (self.batch.times(work) <= limit) & (
             np.arange(1, len(work) + 1) <= self._pivot.budget(limit)
@@ -41,14 +41,14 @@ class AccelGenFilling:
         self.limit = float(work.limit.min(initial=np.inf))
 
     def fill(self, work: AccelGenWork, savable: np.ndarray | None = None) -> bool:
-        """Adds prompts in order; the last one is cut to what is left of the budget.
+        """Adds prompts in order; the last one is cut to the rest of the budget.
 
         Args:
             work: The prompts.
-            savable: bool [n], which of them may preempt others; None for none.
+            savable: bool [n], which prompts may preempt others; None for none.
 
         Returns:
-            False if a waiting one found no memory, so that no other may start after it.
+            False if a waiting prompt found no memory, so that no other may start after it.
         """
         starts = True
         savable = np.zeros(len(work), bool) if savable is None else savable
@@ -81,8 +81,8 @@ class AccelGenFilling:
         return starts
 
     def choose(self, work: AccelGenWork, gamma: float) -> None:
-        """Adds prompts to start: in each window of `gamma` seconds of their keys, those that best
-        use the tokens and blocks that are left (Algorithm 2)."""
+        """Adds prompts that start: from each window of `gamma` seconds of their keys, those that
+        best use the tokens and blocks left (Algorithm 2)."""
         while len(work):
             whole = work.new <= self.room.startable
             cut = work.long & self._chunked & (self.room.tokens(work) > 0)
@@ -105,7 +105,8 @@ class AccelGenFilling:
             self._fill_up(part[rest])
 
     def force(self, work: AccelGenWork) -> None:
-        """Adds the first that finds memory, however long it takes, so that something is done."""
+        """Adds the first prompt that finds memory, however long it takes, so that some work is
+        done."""
         for i in range(len(work)):
             one = work[i : i + 1]
             if self._chunked:
@@ -116,7 +117,7 @@ class AccelGenFilling:
                 return
 
     def _fill_up(self, rest: AccelGenWork) -> None:
-        """Cuts the first that finds memory to the tokens left, and adds it."""
+        """Cuts the first prompt that finds memory to the tokens left, and adds it."""
         if self._chunked:
             for i in np.flatnonzero(rest.new <= self.room.startable)[:1].tolist():
                 piece = self._piece(rest[i : i + 1])
@@ -124,12 +125,12 @@ class AccelGenFilling:
                     self._take(piece)
 
     def _left(self, limit: float) -> int:
-        """Tokens that Eq. 6 leaves where the batch may take so long."""
+        """Tokens that Eq. 6 leaves if the batch may take `limit` seconds."""
         return int(self._pivot.budget(limit)) - self.batch.tokens
 
     def _piece(self, one: AccelGenWork) -> AccelGenWork | None:
-        """As much of a prompt as there are tokens and time for; None if there are none, or not for
-        all of it where prompts are whole."""
+        """As much of a prompt as tokens and time allow; None if that is nothing, or not all of a
+        prompt that must be whole."""
         want, limit = int(one.tokens[0]), min(self.limit, float(one.limit[0]))
         most = min(want, self._left(limit))
         tokens = self.batch.longest(int(one.start[0]), limit, most)
@@ -138,7 +139,7 @@ class AccelGenFilling:
         return one.cut(self._view, np.array([tokens]))
 
     def _pieces(self, work: AccelGenWork, left: int) -> AccelGenWork:
-        """Each with what there are tokens for, and if it is long, blocks."""
+        """Each prompt cut to the tokens left, and if it is long, to the blocks."""
         if not self._chunked:
             return work
         tokens = np.minimum(work.tokens, left)
@@ -168,14 +169,14 @@ def nearest(
 
     It repeatedly takes the fitting request whose demand is nearest to what is left of both tokens
     and blocks, the first of equal ones. Both are divided by what was left at the beginning, so that
-    they count the same.
+    they weigh the same.
 
     Args:
-        tokens: int64 [n], what each takes.
-        blocks: int64 [n], what each takes.
+        tokens: int64 [n], tokens that each request takes.
+        blocks: int64 [n], blocks that each request takes.
         left_tokens: Tokens left in the batch.
         left_blocks: Free blocks.
-        places: The most requests to choose.
+        places: Most requests to choose.
 
     Returns:
         Indices of the chosen, in order.
@@ -187,7 +188,7 @@ def nearest(
         return index
     unit = np.array([max(left_tokens, 1), max(left_blocks, 1)], np.float64)
     demand = np.stack([tokens, blocks], axis=1) / unit
-    # |A - D|^2 is |A|^2 - 2 A.D + |D|^2, of which the first is the same for all.
+    # |A - D|^2 is |A|^2 - 2 A.D + |D|^2, and |A|^2 is the same for all.
     terms = np.column_stack([-2 * demand, (demand**2).sum(axis=1)])
     chosen: list[int] = []
     while len(index) and len(chosen) < places:

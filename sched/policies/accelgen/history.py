@@ -1,5 +1,5 @@
-"""Statistics of the policy's own plans: step times, chunk lengths, how often and for how long
-requests are preempted (AccelGen section 4.3), and which have missed a target for good."""
+"""Statistics of the policy's own plans: step times, chunk lengths, frequency and duration of
+preemptions (AccelGen section 4.3), and which requests have missed a target for good."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jaxserve.sched.cache.cache_kinds import NOBODY
 from jaxserve.sched.policy import View
 from jaxserve.sched.row_columns import grow_columns
 
-BATCHES = 32  # among which the longest is T_max
-CHUNKS = 256  # that say what L_c is
-ABSENCES = 64  # among which the longest is P_max
+BATCHES = 32  # last batches; the longest of them is T_max
+CHUNKS = 256  # last chunks, for L_c
+ABSENCES = 64  # last absences; the longest of them is P_max
 FORGET = 1 << 16  # tokens after which both counts of P are halved
 
 
 class History:
-    """Statistics of the policy's own plans. Times are in seconds, and those of batches are
-    predicted, since policies are not told how long steps took.
+    """Statistics of the policy's own plans. Times are in seconds; those of batches are predictions,
+    since policies do not learn how long steps took.
 
     Attributes:
         passed: Requests that started since a late prompt did.
@@ -30,7 +30,7 @@ class History:
         self._seconds: deque[float] = deque(maxlen=BATCHES)
         self._chunks: deque[int] = deque(maxlen=CHUNKS)
         self._absences: deque[float] = deque(maxlen=ABSENCES)
-        self._out: dict[int, tuple[int, float]] = {}  # row: whose it was, since when
+        self._out: dict[int, tuple[int, float]] = {}  # by row: its request, since when
         self._last = np.zeros(0, np.int64)
         self._tokens = self._losses = 0
         self.passed = 0  # requests that have started since a late prompt did
@@ -41,15 +41,16 @@ class History:
 
     def chunk(self, otherwise: int) -> float:
         """L_c, the mean length of the chunk that a prompt token is in, over recently cut prompts
-        without their last pieces. So the few tokens that fill up a batch hardly count. otherwise:
-        returned before the first."""
+        without their last pieces, so that the few tokens that fill up a batch hardly count.
+        otherwise: returned before the first."""
         if not self._chunks:
             return float(otherwise)
         return sum(tokens**2 for tokens in self._chunks) / sum(self._chunks)
 
     @property
     def loss(self) -> float:
-        """P_max P: the longest recent absence of a preempted request, times preemptions a token."""
+        """P_max P: the longest recent absence of a preempted request, times preemptions per
+        token."""
         if not self._tokens:
             return 0.0
         return self.absence * self._losses / self._tokens
@@ -60,8 +61,7 @@ class History:
         return max(self._absences, default=0.0)
 
     def in_flight(self, view: View) -> float:
-        """Seconds that the step on the device takes, from beginning to end; 0 if no token is to
-        come."""
+        """Total seconds of the step on the device; 0 if it brings no token."""
         rows, table = self._last, view.table
         flying = np.count_nonzero(table.generated[rows] > table.received[rows])
         return self._seconds[-1] if flying else 0.0
@@ -96,11 +96,11 @@ class History:
     def note_absences(
         self, view: View, lost: Iterable[int], back: np.ndarray, clock: float
     ) -> None:
-        """Notes which requests lose their caches, and which are back.
+        """Notes which requests lose their caches, and which have come back.
 
         Args:
             view: What the policy sees.
-            lost: Rows that are preempted now.
+            lost: Rows preempted now.
             back: Rows of the batch.
             clock: Seconds.
         """
@@ -115,15 +115,15 @@ class History:
 
 
 class Missed:
-    """By row, the request (its order of arrival) that had the row when it missed a target."""
+    """By row, the request (its order of arrival) that missed a target."""
 
     def __init__(self) -> None:
         self._seq = np.zeros(0, np.int64)
 
     def read(self, view: View, rows: np.ndarray, clock: float) -> np.ndarray:
-        """Which requests have missed a target, bool [n]: the first token or the job comes too late,
-        or the cache was lost between two tokens with a TBT target. It is called in every plan, as
-        the table does not keep when first tokens came. clock: the earliest time of the next token.
+        """Which requests have missed a target, bool [n]: the first token or the job is too late, or
+        the cache was lost between two tokens with a TBT target. Called in every plan, since the
+        table does not keep when first tokens came. clock: the earliest time of the next token.
         """
         table = view.table
         grow_columns(self, table.capacity, _seq=NOBODY)

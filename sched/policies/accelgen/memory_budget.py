@@ -1,4 +1,4 @@
-"""Blocks and places that a plan hands out, and who is preempted for them (section 4.4)."""
+"""Blocks and places that a plan hands out, and which requests it preempts (section 4.4)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.unified.batch_budget import MemoryBudget
 from jaxserve.sched.unified.batch_builder import PlannedWork
 
-MOST_LOSSES = 3  # preemptions after which an urgent request takes no cache from it any more
+MOST_LOSSES = 3  # preemptions after which urgent requests spare a request's cache
 
 
 class AccelGenBudget(MemoryBudget):
-    """The memory of a plan. The cache that can be spared for longest is taken first; of equal ones,
+    """The memory of a plan. It first takes caches that can be spared for longest; of equal ones,
     the least urgent.
 
     Args:
         view: What the policy sees.
-        batch: The batch in the making; preempted rows leave it.
-        running: All requests that hold cache, the most urgent first.
+        batch: The batch being built; preempted rows leave it.
+        running: All requests that hold a cache, the most urgent first.
         watermark: Share of the pool that starts leave free.
     """
 
@@ -36,7 +36,7 @@ class AccelGenBudget(MemoryBudget):
         self._taken = np.zeros(view.table.capacity, np.int64)  # by row: blocks in this plan
         self._holders = len(running)
         self._watermark = int(watermark * view.pool.num_blocks)
-        self._growth = 0  # blocks that starts leave to each that runs
+        self._growth = 0  # blocks that starts leave to each running request
 
     @property
     def startable(self) -> int:
@@ -48,8 +48,8 @@ class AccelGenBudget(MemoryBudget):
         self._growth = PLANES[KV]
 
     def fit(self, work: AccelGenWork) -> int:
-        """How many of them, in order, find blocks and a place. Starts and long prompts leave the
-        same blocks free, unless nobody else holds cache."""
+        """How many requests, in order, find blocks and a place. Starts and long prompts leave the
+        same blocks free, unless nobody else holds a cache."""
         need = np.cumsum(work.new)
         ok = need <= np.where(work.starts | work.long, self.startable, self.free)
         ok &= ~work.starts | (np.cumsum(work.starts) <= self.slots)
@@ -71,8 +71,8 @@ class AccelGenBudget(MemoryBudget):
         self._holders += int(np.count_nonzero(work.starts))
 
     def grow(self, work: AccelGenWork) -> AccelGenWork:
-        """The decodes, the most urgent first, that find blocks once the least urgent running
-        requests are preempted as needed."""
+        """The decodes, the most urgent first, that find blocks after the least urgent running
+        requests were preempted as needed."""
         need = work.new.copy()
         at = dict(zip(work.rows.tolist(), range(len(work)), strict=True))
         for row in self._running[::-1].tolist():
@@ -87,8 +87,9 @@ class AccelGenBudget(MemoryBudget):
         return work
 
     def make_room(self, one: AccelGenWork) -> bool:
-        """Preempts requests that can spare their caches for longer than this one can wait, until it
-        finds blocks and a place; preempts none if that is not enough. Returns whether it fits now.
+        """Preempts requests that can spare their caches for longer than this request can wait,
+        until it finds blocks and a place; preempts none if that is not enough. Returns whether it
+        fits now.
         """
         ok = (self._spare > one.key[0]) & (self.view.table.preemptions[self._running] < MOST_LOSSES)
         ok &= ~self.is_out(self._running)
@@ -104,7 +105,7 @@ class AccelGenBudget(MemoryBudget):
         return self.fit(one) == 1
 
     def _alone(self, work: AccelGenWork) -> np.ndarray:
-        """Whether nobody else holds cache, bool [n]."""
+        """Whether no other request holds a cache, bool [n]."""
         return np.asarray(self._holders == ~work.starts)
 
     def preempt(self, row: int, gives: int | None = None) -> None:

@@ -11,8 +11,8 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.saturation import flat_from
 from jaxserve.sched.policy import View
 
-SIZES = 256  # that are looked at
-EVERY = 256  # plans from one look to the next: a model that learns changes slowly
+SIZES = 256  # sizes that are tried
+EVERY = 256  # plans between updates, since a learning model changes slowly
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Pivot:
     Attributes:
         size: S_pf, tokens.
         seconds: T_pf, the time of a batch of that size.
-        most: The most tokens that any batch may have.
+        most: Most tokens of any batch.
     """
 
     size: int
@@ -55,7 +55,7 @@ class Pivot:
 
 
 class Gauge:
-    """Looks the pivot up every EVERY plans. size: the policy's own; None to find it."""
+    """Updates the pivot every EVERY plans. size: the policy's own; None to find it."""
 
     def __init__(self, size: int | None) -> None:
         self._size = size

@@ -1,4 +1,4 @@
-"""How long each request may yet wait, and how long its next iteration may take (section 4.3)."""
+"""How long each request may still wait, and how long its next iteration may take (section 4.3)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from jaxserve.sched.request import Tier
 
 @dataclass(frozen=True)
 class Targets:
-    """Default targets for requests that have none, in seconds. ttft: to the first token. tbt:
+    """Default targets, in seconds, of requests without their own. ttft: to the first token. tbt:
     between two tokens."""
 
     ttft: float
     tbt: float
 
     def token_targets(self, view: View, rows: np.ndarray) -> np.ndarray:
-        """The SLO of each one's next token, float64 [n]; inf for none. Defaults apply only to
+        """The SLO of each request's next token, float64 [n]; inf for none. Defaults apply only to
         real-time requests without a JCT target."""
         table = view.table
         first = table.generated[rows] == 0
@@ -30,9 +30,9 @@ class Targets:
 
 
 def left(view: View, rows: np.ndarray, slo: np.ndarray, clock: float) -> np.ndarray:
-    """SLO - T_w: seconds until each one's next token is due. T_w is the time since its last token,
-    or its arrival. A token of the step on the device counts as there at `clock`, when that step
-    ends.
+    """SLO - T_w: seconds until each request's next token is due. T_w is the time since its last
+    token, or its arrival. A token of the step on the device counts as received at `clock`, when
+    that step ends.
 
     Args:
         view: What the policy sees.
@@ -50,8 +50,8 @@ def left(view: View, rows: np.ndarray, slo: np.ndarray, clock: float) -> np.ndar
 
 
 def chunks(pending: np.ndarray, length: float | None) -> np.ndarray:
-    """N_ck: iterations until each one's next token, int64 [n]. length: L_c; None if prompts are not
-    cut."""
+    """N_ck: iterations until each request's next token, int64 [n]. length: L_c; None if prompts are
+    not cut."""
     if length is None:
         return np.ones_like(pending)
     return np.ceil(pending / max(length, 1.0)).astype(np.int64)

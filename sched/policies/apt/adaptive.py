@@ -1,4 +1,4 @@
-"""Which running requests go on in a step of Apt-Serve, and which hidden caches become K and V.
+"""Which running requests continue in a step of Apt-Serve, and which hidden caches become K and V.
 
 Rows are rows of the table, in order of arrival.
 """
@@ -13,22 +13,22 @@ from jaxserve.sched.policies.apt.knapsack import Offers, choose, fit
 from jaxserve.sched.policies.apt.value import NEAR_ZERO, Value, Weighed, steps_ahead
 from jaxserve.sched.policy import View
 
-PROJECTED = 1000  # tokens, for which the cost model is asked
+PROJECTED = 1000  # tokens for which the cost model is asked
 _HIDDEN = int(CacheKind.HIDDEN)
 
 
 def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """Decides which running requests keep their cache and grow it. All do while the blocks last. If
-    they do not, the greedy over the whole pool decides; of the others as few as possible are
+    """Decides which running requests keep their cache and grow it. All do while the blocks last.
+    Otherwise the greedy over the whole pool decides; as few as possible of the others are
     preempted, and the rest pause.
 
     Args:
         view: What the policy sees.
         ran: The running requests [n].
-        in_turn: Whether the latest to arrive go first, instead of the least valuable.
+        in_turn: Whether the latest arrivals are preempted first, instead of the least valuable.
 
     Returns:
-        A mask [n] of those that go on, the rows to preempt, and the blocks left.
+        A mask [n] of the requests that continue, the rows to preempt, and the blocks left.
     """
     pool, rows = view.pool, ran.rows
     kinds = pool.kind[rows]
@@ -67,9 +67,9 @@ def go_on(view: View, ran: Weighed, in_turn: bool) -> tuple[np.ndarray, np.ndarr
 
 
 def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, np.ndarray, int]:
-    """As `go_on`, but as in the paper: the greedy decides on every running request anew in every
-    step. A request that is not chosen, or is chosen with the other kind of cache, loses its own and
-    waits for a step of prefills to compute it again (section 5)."""
+    """Like `go_on`, but as in the paper: the greedy decides on every running request again in every
+    step. A request that is not chosen, or is chosen with the other kind of cache, loses its cache
+    and waits for a step of prefills to compute it again (section 5)."""
     pool, tokens = view.pool, values.tokens
     shared = pool.blocks_held(rows) - pool.private(rows)
     kv, hidden = (
@@ -77,12 +77,12 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
         for kind in (CacheKind.KV, CacheKind.HIDDEN)
     )
     total = pool.num_free + int(pool.private(rows).sum())
-    adapted = view.table.adapter[rows] > 0  # for these, there is nothing to choose
+    adapted = view.table.adapter[rows] > 0  # they have no choice of caches
     hidden = np.where(adapted, kv, hidden)
     kinds = choose(Offers(values.value, kv, hidden, values.penalty), total).kinds
     kinds = np.where(adapted & (kinds == _HIDDEN), int(CacheKind.KV), kinds)
     goes = kinds == pool.kind[rows]
-    if pool.cache is not None:  # else it would find its hidden vectors again, and start as before
+    if pool.cache is not None:  # otherwise it would find its hidden vectors and start as before
         goes |= (pool.kind[rows] == _HIDDEN) & (kinds == int(CacheKind.KV))
     used = np.where(pool.kind[rows] == _HIDDEN, hidden, kv)
     return goes, rows[~goes], total - int(used[goes].sum())
@@ -90,14 +90,14 @@ def redecide(view: View, rows: np.ndarray, values: Value) -> tuple[np.ndarray, n
 
 def to_kv(view: View, ran: Weighed, waiting: Weighed, left: int) -> np.ndarray:
     """Which running requests project their hidden caches to K and V, in order of arrival. Memory
-    must suffice for that, for one more block a plane of all running requests, and for K and V of
+    must suffice for that, for one more block per plane of all running requests, and for K and V of
     all waiting ones.
 
     Args:
         view: What the policy sees.
         ran: The running requests [n].
         waiting: The waiting requests.
-        left: Blocks left once the running requests have grown.
+        left: Blocks left after the running requests have grown.
 
     Returns:
         A mask [n].
@@ -116,8 +116,8 @@ def to_kv(view: View, ran: Weighed, waiting: Weighed, left: int) -> np.ndarray:
 
 
 def _pays(view: View, rows: np.ndarray, rho: float) -> np.ndarray:
-    """Which of them have, as far as the lengths of outputs tell, enough steps ahead to make good
-    what the projection of a token costs, bool [n]."""
+    """Which requests are expected, from the lengths of earlier outputs, to have enough steps ahead
+    to make up for the cost of projecting a token, bool [n]."""
     batch = BatchFeatures(0, 0, 0, 0, 0, 0, 0, projected_tokens=np.array([0, PROJECTED]))
     before, after = view.step_time(batch)
     return np.asarray(steps_ahead(view, rows) * rho * PROJECTED >= after - before)

@@ -21,12 +21,12 @@ _KV, _HIDDEN = int(CacheKind.KV), int(CacheKind.HIDDEN)
 
 @dataclass(frozen=True)
 class StartBudget:
-    """What is left for requests to start.
+    """What is left for requests that start.
 
     Attributes:
         blocks: Free blocks.
-        tokens: Of the batch.
-        slots: Requests.
+        tokens: Tokens of the batch.
+        slots: Most requests.
         spare: Blocks that late requests leave free.
         chunked: Whether the last prompt may be cut.
         hidden: Whether hidden caches are available.
@@ -53,7 +53,7 @@ class Starts(ParallelArrays):
 
     Attributes:
         rows: Table rows.
-        tokens: That each computes now.
+        tokens: Tokens that each computes now.
         kinds: `CacheKind` of each.
     """
 
@@ -65,10 +65,10 @@ class Starts(ParallelArrays):
 def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
     """Chooses waiting requests to start within the budget, by value. Requests that have missed
     their target come last and leave `budget.spare` blocks to those that arrive next; otherwise the
-    fallback would come too late for them (section 6.6)."""
+    fallback would come too late for these (section 6.6)."""
     fits = queue.tokens <= budget.most(view.pool.block_size)
     if np.count_nonzero(fits) < len(queue):
-        queue = queue.of_chosen(fits)  # of a long queue that may be few, or nobody
+        queue = queue.of_chosen(fits)  # may be few of a long queue, or none
     if not len(queue):
         return Starts(queue.rows, queue.rows, queue.rows)
     rows, values = queue.rows, queue.values
@@ -91,7 +91,7 @@ def start(view: View, queue: Weighed, budget: StartBudget) -> Starts:
 
 
 def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> Starts:
-    """As `start`, for requests that could start alone."""
+    """`start` for requests that could start alone."""
     if not len(rows):
         return Starts(rows, rows, rows)
     choice = _choose(view, rows, values, budget.blocks)
@@ -99,7 +99,7 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
     tokens = view.table.pending(rows[order])
     before = np.cumsum(tokens) - tokens
     if len(order) > budget.slots or int(tokens.sum()) > budget.tokens:
-        # Not all of them: what the others leave of memory goes to these.
+        # Not for all of them: these get the memory that the others leave.
         if budget.chunked:
             keep = np.flatnonzero(before < budget.tokens)
         else:
@@ -110,7 +110,7 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
         order = choice.served
         tokens = view.table.pending(rows[order])
         before = np.cumsum(tokens) - tokens
-    # Kept ones may be in another order now, and the last to be cut another; who gets none waits.
+    # The order may have changed, and another request may be cut last; one without tokens waits.
     tokens = np.minimum(tokens, budget.tokens - before)
     order, tokens = order[tokens > 0], tokens[tokens > 0]
     rows = rows[order]
@@ -118,13 +118,13 @@ def _start(view: View, rows: np.ndarray, values: Value, budget: StartBudget) -> 
 
 
 def _fixed(view: View, rows: np.ndarray) -> np.ndarray:
-    """For which of these waiting rows there is nothing to choose, bool [n]: those that find what
-    others have computed start with a cache of the same kind, those with an adapter with KV."""
+    """Which of these waiting rows have no choice of caches, bool [n]: those that find cached
+    prefixes start with a cache of the same kind, those with an adapter with KV."""
     return np.asarray((view.table.computed[rows] > 0) | (view.table.adapter[rows] > 0))
 
 
 def _kinds(view: View, rows: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Of the caches with which these waiting rows start, if these are chosen for the others."""
+    """Kinds of the caches with which these waiting rows start; `chosen` applies to the others."""
     kinds = np.where(_fixed(view, rows), view.pool.kind[rows], chosen)
     return np.where(view.table.adapter[rows] > 0, _KV, kinds)
 
@@ -138,8 +138,8 @@ def _choose(view: View, rows: np.ndarray, values: Value, free: int) -> Choice:
 
 
 def start_in_turn(view: View, queue: Weighed, budget: StartBudget) -> Starts:
-    """First come, first served, without overtaking. Hidden caches let more requests start; what
-    memory they leave turns those of the first into K and V."""
+    """First come, first served, without overtaking. Hidden caches let more requests start;
+    remaining memory turns those of the first ones into K and V."""
     rows, tokens = queue.rows, view.table.pending(queue.rows)
     kinds = _kinds(view, rows, np.full(len(rows), _KV))
     most = least = view.pool.needed(rows, queue.tokens, kinds)

@@ -1,13 +1,13 @@
 """Apt-Serve: serves the requests that have waited longest for the memory they take, with either
 kind of cache.
 
-A step is one of prefills or one of decodes, whichever queue has waited longer in all (section 5).
+A step is one of prefills or one of decodes, whichever queue has waited longer in total (section 5).
 The greedy of `knapsack.py` picks the waiting requests that start in the free blocks, with K and V
-or with a hidden cache. Running requests go on. Only when the pool lacks the blocks into which they
-grow does the greedy decide, over the whole pool, which to preempt. The paper also recomputes caches
-to change their kind; here a hidden one becomes KV in place when there is memory to spare, and is
-charged for the steps that it lasts (`Penalty`). `aptserve_s` does the same on Sarathi's batches
-(section 6.7). docs/aptserve.md lists the differences from the paper.
+or with a hidden cache. Running requests continue. Only when the pool lacks the blocks into which
+they grow does the greedy decide, over the whole pool, which to preempt. The paper also recomputes
+caches to change their kind; here a hidden cache becomes KV in place when there is memory to spare,
+and is charged for all steps that it lasts (`Penalty`). `aptserve_s` does the same on Sarathi's
+batches (section 6.7). docs/aptserve.md lists the differences from the paper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Queue:
     tokens: np.ndarray = field(default_factory=lambda: NOBODY)
 
     def tokens_of(self, view: View, waiting: np.ndarray) -> np.ndarray:
-        """See `Value.tokens`. waiting: as the table gives them."""
+        """See `Value.tokens`. waiting: the waiting rows of the table."""
         if waiting is not self.rows:
             self.rows, self.tokens = waiting, known(view, waiting)
         return self.tokens
@@ -50,14 +50,15 @@ class _Queue:
 )
 @dataclass(frozen=True)
 class AptServe(Policy):
-    """hybrid_cache: hidden caches where the view offers them. adaptive: by value; otherwise first
-    come, first served, and prefills first, as in vLLM. chunked: Sarathi's batches, decodes first,
-    then chunks of prompts within P, and no types of steps; otherwise whole prompts, P = C.
+    """hybrid_cache: hidden caches if the view offers them. adaptive: order by value; otherwise
+    first come, first served, and prefills first, as in vLLM. chunked: Sarathi's batches, decodes
+    first, then chunks of prompts within P, and no types of steps; otherwise whole prompts, P = C.
 
     slo_decay: share of its value that a request keeps while it misses its target (section 6.6); 0:
-    next to nothing, and it starts after those in time and leaves the headroom free. watermark:
-    share of the pool that starts leave free while others run. headroom: share that must be free
-    besides before a hidden cache becomes KV. penalty: what a hidden cache is charged.
+        next to nothing, and it starts after requests in time and leaves the headroom free.
+        watermark: share of the pool that starts leave free while others run. headroom: additional
+        share that must be free before a hidden cache becomes KV. penalty: what a hidden cache is
+        charged.
     """
 
     hybrid_cache: bool = True
@@ -84,8 +85,9 @@ class AptServe(Policy):
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """A step of prefills if the waiting requests have been without a token for longer in all
-        than the running ones (section 5), else one of decodes; if chunked, one batch of both."""
+        """A step of prefills if the waiting requests have been without a token for longer in total
+        than the running ones (section 5), otherwise one of decodes; if chunked, one batch of
+        both."""
         waiting, running = view.table.in_state(WAITING), view.table.in_state(RUNNING)
         moment = self._moment(view, now, waiting, running)
         queue = Weighed(waiting, self._queue.tokens_of(view, waiting), moment.weigh)
@@ -119,18 +121,18 @@ class AptServe(Policy):
         return self.hybrid_cache and view.rho is not None
 
     def _prefills(self, moment: Moment, queue: Weighed, some: Weighed, running: np.ndarray) -> bool:
-        """Whether it is the turn of the waiting requests, and some could start. Late requests count
-        with their full waiting time: the fallback changes values, not waiting."""
+        """Whether it is the waiting requests' turn, and any could start. Late requests count with
+        their full waiting time: the fallback changes values, not waiting."""
         if not self.adaptive:
             return True
         ran = moment.pending(running).sum()
         if some.values.pending.sum() > 2 * ran:
-            return True  # all the others add to it
+            return True  # the other terms only add to it
         return bool(moment.pending(queue.rows).sum() >= ran)
 
     def _way_for(self, view: View, queue: Weighed, running: np.ndarray) -> np.ndarray:
-        """Rows that make room for waiting ones that have targets and are in time, as many as C has
-        tokens for."""
+        """Rows that make room for waiting ones that have targets and are in time, for as many as C
+        has tokens for."""
         bare = view.table.bare
         if not (self.adaptive and len(queue) and bare(running).any()):
             return NOBODY
@@ -143,8 +145,8 @@ class AptServe(Policy):
     def _budget(
         self, view: View, left: int, gone: np.ndarray, rows: int = 0, used: int = 0
     ) -> StartBudget:
-        """What is left for requests to start. left: free blocks. gone: rows whose blocks and places
-        are free besides. rows, used: rows and tokens that are in the batch already."""
+        """What is left for requests that start. left: free blocks. gone: rows whose blocks and
+        places become free. rows, used: rows and tokens that are in the batch already."""
         limits, blocks = view.limits, view.pool.num_blocks
         left += int(view.pool.private(gone).sum())
         holders = len(view.table.in_state(RUNNING)) - len(gone)
@@ -153,7 +155,7 @@ class AptServe(Policy):
             left - (int(self.watermark * blocks) if holders else 0),
             c - used,
             limits.max_rows - max(holders, rows),
-            # With a decay, those who are late compete with the others by value alone.
+            # With a decay, late requests compete with the others by value alone.
             spare=int(self.headroom * blocks) if holders and not self.slo_decay else 0,
             chunked=self.chunked,
             hidden=self._hidden(view),
@@ -163,8 +165,8 @@ class AptServe(Policy):
         return (start if self.adaptive else start_in_turn)(view, queue, budget)
 
     def _go_on(self, view: View, ran: Weighed, queue: Weighed, gone: np.ndarray) -> BatchPlan:
-        """A step of running requests, with starts if batches are mixed. gone: who makes room for
-        them."""
+        """A step of running requests, with starts if batches are mixed. gone: rows that make room
+        for waiting ones."""
         anew = self.penalty is Penalty.REDECIDE and self._hidden(view)
         if anew:
             goes, preempt, left = redecide(view, ran.rows, ran.values)
@@ -240,7 +242,7 @@ def aptserve_fcfs() -> AptServe:
 def _plan(
     view: View, batch: Starts, preempt: np.ndarray = NOBODY, project: np.ndarray = NOBODY
 ) -> BatchPlan:
-    """With room for all that a request knows."""
+    """A plan with room for all known tokens of each request."""
     reserve = view.table.prompt_len[batch.rows] + view.table.generated[batch.rows]
     operations: list[Operation] = []
     if len(preempt):

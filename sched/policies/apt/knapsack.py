@@ -1,16 +1,16 @@
-"""Whom to serve, and in which kind of cache: the greedy of Apt-Serve's appendix, Algorithm 1.
+"""Which requests to serve, and with which kind of cache: Apt-Serve's appendix, Algorithm 1.
 
-The problem is a knapsack in which every request offers two ways to be taken: with a hidden cache,
-or with K and V, which takes more blocks and does not slow the others down (Definition 1). Blocks
-are whole, so a hidden cache is ceil(t / block_size) of them and K and V are twice that.
+The problem is a knapsack in which every request can be taken in two ways: with a hidden cache, or
+with K and V, which takes more blocks and does not slow the others down (Definition 1). Blocks are
+whole, so a hidden cache takes ceil(t / block_size) of them and K and V twice as many.
 
-The value is at least half of the best there is. The proof needs that
-1. nothing is considered that would not fit alone: the entry that breaks the sequence is then a
-   solution by itself, and the relaxed optimum over the rest still bounds the true one;
-2. of one request, the hidden cache comes before its change to K and V: where it does not, since
-   the refined rule prefers K and V outright, the request has one entry;
-3. what follows the break only adds to the value. The appendix stops there; here those that still
-   fit are taken too, in the same order, so that no memory stays idle.
+The value is at least half of the optimum. The proof needs that
+1. no request is considered that would not fit alone: the entry that breaks the sequence is then a
+solution by itself, and the relaxed optimum over the rest still bounds the true one;
+2. the hidden cache of a request comes before its change to K and V: where it does not, since the
+refined rule prefers K and V outright, the request has one entry;
+3. entries after the break only add to the value. The appendix stops there; here entries that still
+fit are taken in the same order, so that no memory stays idle.
 """
 
 from __future__ import annotations
@@ -31,12 +31,11 @@ class Offers:
     """The value and the cost of each candidate: arrays [n], in the order that breaks ties.
 
     Attributes:
-        value: Its pending time p, seconds, 0 or more.
-        kv: Blocks that it takes with K and V, 1 or more.
-        hidden: Blocks that it takes with a hidden cache, fewer than kv; None if there are no hidden
-            caches.
+        value: Pending time p, seconds, 0 or more.
+        kv: Blocks with K and V, 1 or more.
+        hidden: Blocks with a hidden cache, fewer than kv; None if there are no hidden caches.
         penalty: Seconds by which its hidden cache delays all requests together, n rho t; negative
-            if it is the faster one.
+        if it is faster.
     """
 
     value: np.ndarray
@@ -65,8 +64,8 @@ class Choice:
 
     Attributes:
         kinds: int64 [n], `CacheKind`, or NOT_SERVED.
-        gain: float64 [n], value per block of what each would be served with first.
-        served: Indices of the served, by falling gain.
+        gain: float64 [n], value per block of each request's first entry.
+        served: Indices of the served requests, by falling gain.
     """
 
     kinds: np.ndarray
@@ -77,8 +76,8 @@ class Choice:
 @dataclass(frozen=True)
 class _Entries:
     """The candidate schedules (Eq. 10). Entry i < n is request i's first, entry n + i its change
-    from hidden to KV. weight: blocks. gain: value a block. known: entries that there are, in the
-    order that breaks ties. kind [n]: of the first."""
+    from hidden to KV. weight: blocks. gain: value per block. known: existing entries, in the order
+    that breaks ties. kind [n]: kind of the first entries."""
 
     weight: np.ndarray
     gain: np.ndarray
@@ -86,17 +85,17 @@ class _Entries:
     kind: np.ndarray
 
     def falling(self, entries: np.ndarray) -> np.ndarray:
-        """Some of the known ones, in their order, by falling gain."""
+        """These known entries, by falling gain."""
         return entries[np.argsort(-self.gain[entries], kind="stable")]
 
     def cut(self, budget: int) -> tuple[np.ndarray, np.ndarray]:
         """All entries by falling gain, split at the first that exceeds the budget. The second part
-        may lack entries that do not fit into what is left either."""
+        may lack entries that do not fit into the rest either."""
         known, weight, most = self.known, self.weight, FIRST_LOOK
         gain, head = self.gain[known], known
         least = -np.inf
         while most < len(known):
-            # Many wait, and there is room for few of them: sorting those is enough.
+            # Many wait, and few fit: it is enough to sort those.
             least = np.partition(gain, len(known) - most)[len(known) - most]
             head = known[gain >= least]
             if int(np.add.reduce(weight[head])) > budget:
@@ -114,12 +113,13 @@ class _Entries:
 
 
 def choose(offers: Offers, budget: int) -> Choice:
-    """Chooses whom to serve in `budget` blocks, and with which cache (Algorithm 1). O(n log n)."""
+    """Chooses which requests to serve in `budget` blocks, and with which cache (Algorithm 1). O(n
+    log n)."""
     entries, count = _entries(offers, budget), len(offers.value)
     taken, rest = entries.cut(budget)
     kinds = _filled(entries, taken, rest, budget, count)
     if len(rest):
-        # The double check: the one that broke the sequence may outweigh all before it.
+        # The double check: the entry that broke the sequence may outweigh all before it.
         alone = int(rest[0]) % count
         kind = _KV if offers.kv[alone] <= budget else _HIDDEN
         value = float(offers.value[alone])
@@ -142,7 +142,7 @@ def _entries(offers: Offers, budget: int) -> _Entries:
     direct |= fits & ~half
     first = np.where(direct, kv, hidden)
     gain = np.where(direct, value, left) / first
-    more = np.maximum(kv - hidden, 1)  # nothing, for those who find K and V
+    more = np.maximum(kv - hidden, 1)  # nothing if K and V are found
     upgrade = np.minimum(penalty / more, gain)  # rounding must not put it first
     known = np.concatenate(
         [np.flatnonzero(direct | half), len(kv) + np.flatnonzero(half & fits & (penalty > 0))]
@@ -154,8 +154,8 @@ def _entries(offers: Offers, budget: int) -> _Entries:
 def _filled(
     entries: _Entries, taken: np.ndarray, rest: np.ndarray, budget: int, count: int
 ) -> np.ndarray:
-    """Kinds [count] if the entries in `taken` are served, and of the rest what still fits: first
-    requests that are not served yet, then changes to KV."""
+    """Kinds [count] if the entries in `taken` are served, and those of the rest that still fit:
+    first requests that are not served yet, then changes to KV."""
     kinds = np.full(count, NOT_SERVED)
     firsts = taken[taken < count]
     kinds[firsts] = entries.kind[firsts]
@@ -175,7 +175,7 @@ def _filled(
 def _with_alone(
     entries: _Entries, alone: int, kind: int, budget: int, count: int, offers: Offers
 ) -> np.ndarray:
-    """Kinds [count] if that request is served before all others."""
+    """Kinds [count] if the request `alone` is served before all others."""
     left = budget - int(offers.kv[alone] if kind == _KV or offers.hidden is None else 0)
     if kind == _HIDDEN and offers.hidden is not None:
         left -= int(offers.hidden[alone])
@@ -187,7 +187,7 @@ def _with_alone(
 
 
 def fit(entries: np.ndarray, weight: np.ndarray, left: int) -> np.ndarray:
-    """Goes through the entries in order and keeps those that fit into what is left of `left`."""
+    """Goes through the entries in order and keeps those that fit into the rest of `left`."""
     found = [entries[:0]]
     while len(entries):
         entries = entries[weight[entries] <= left]

@@ -13,9 +13,9 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.parallel_arrays import ParallelArrays
 from jaxserve.sched.policy import View
 
-NEAR_ZERO = 1e-6  # the share of its value that a late request keeps
-STEPS_AHEAD = 64  # of a request, where outputs that have ended do not tell
-ENOUGH = 32  # of them
+NEAR_ZERO = 1e-6  # share of its value that a late request keeps
+STEPS_AHEAD = 64  # of a request, if too few outputs have ended
+ENOUGH = 32  # ended outputs
 
 
 class Penalty(enum.Enum):
@@ -27,7 +27,7 @@ class Penalty(enum.Enum):
     AUTO = "REMAINING where reads project, STEP where they absorb"
 
     def lasts(self, view: View) -> bool:
-        """Whether it is charged for all steps ahead."""
+        """Whether a hidden cache is charged for all steps ahead."""
         return self is Penalty.REMAINING or (self is Penalty.AUTO and view.projects)
 
 
@@ -39,7 +39,7 @@ class Value(ParallelArrays):
         pending: Seconds without a token.
         value: As in `Offers`.
         penalty: As in `Offers`.
-        late: bool, which have missed their target.
+        late: bool, whether the row has missed its target.
         tokens: Cached tokens after the row's next step.
     """
 
@@ -51,8 +51,8 @@ class Value(ParallelArrays):
 
 
 class Weighed:
-    """Rows whose values are computed on demand: most steps have room for all running requests, or
-    for no waiting one, and need no values.
+    """Rows whose values are computed on demand: in most steps all running requests fit, or no
+    waiting one does, and values are not needed.
 
     Args:
         rows: Table rows [n].
@@ -79,8 +79,8 @@ class Weighed:
 
 
 def steps_ahead(view: View, rows: np.ndarray) -> np.ndarray:
-    """Steps that each request is expected to take yet, float64 [n]: as many as earlier outputs of
-    its length took, or STEPS_AHEAD if too few have ended."""
+    """Steps that each request is expected to take, float64 [n]: as many as earlier outputs of its
+    length took, or STEPS_AHEAD if too few have ended."""
     table, lengths = view.table, view.table.output_lengths
     generated = table.generated[rows]
     ahead = np.full(len(rows), float(STEPS_AHEAD))
@@ -103,8 +103,9 @@ def weigh(
     """The value of serving each row now: Eq. 5 and 6, with the fallback for late requests.
 
     A request is late if it has waited for its next token for longer than its target. Earlier late
-    tokens are not in the table, so a request that has caught up counts as in time again. Beside
-    others, best-effort requests without targets count as late: the paper has no such.
+    tokens are not in the table, so a request that has caught up counts as in time again.
+    Best-effort requests without targets count as late beside others; the paper has no such
+    requests.
 
     Args:
         view: What the policy sees.
@@ -112,10 +113,10 @@ def weigh(
         clock: Seconds, when the planned step starts.
         step: The least value of a request, see `decode_time`.
         delay: Seconds by which one token in a hidden cache delays all requests together, n rho;
-            None without hidden caches.
+        None without hidden caches.
         decay: Share of its value that a late request keeps; 0 stands for next to nothing.
-        lasting: Whether a hidden cache is charged for all steps that its request is expected to
-            take yet, instead of one.
+        lasting: Whether a hidden cache is charged for all expected steps of its request, instead of
+        one.
     """
     table = view.table
     pending = pending_time(view, rows, clock)
@@ -157,7 +158,7 @@ def pending_time(view: View, rows: np.ndarray, clock: float) -> np.ndarray:
 
 
 def decode_time(view: View, running: np.ndarray) -> float:
-    """Seconds of a step in which all running requests decode, or one with an empty cache if none
+    """Seconds of a step in which all running requests decode, or of one with an empty cache if none
     runs. It is the least value of a request: even one that has just received a token waits that
     long for the next."""
     contexts = view.table.computed[running] if len(running) else np.zeros(1, np.int64)
@@ -167,8 +168,8 @@ def decode_time(view: View, running: np.ndarray) -> float:
 
 
 def in_flight(view: View, running: np.ndarray) -> float:
-    """Seconds that the step on the device takes if it is one of prefills that other requests wait
-    for; else 0. Token times in the table do not show it yet."""
+    """Seconds of the step on the device if it is one of prefills that other requests wait for; else
+    0. Token times in the table do not include it yet."""
     table = view.table
     flying = running[table.generated[running] > table.received[running]]
     if len(flying) == len(running):
@@ -189,7 +190,7 @@ class Moment:
         now: Seconds.
         running: Running rows.
         looks_ahead: Whether to count the step on the device, see `in_flight`.
-        delay: See `weigh`, as for the rest.
+        delay: See `weigh`.
         decay: Share of its value that a late request keeps.
         lasting: Whether hidden caches are charged for all steps ahead.
     """

@@ -1,4 +1,4 @@
-"""Best-effort requests in what real-time ones leave of a batch (BROS Algorithm 1, line 17 on)."""
+"""Best-effort requests in the room that real-time ones leave (BROS Algorithm 1, line 17 on)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def fill(
     """Adds best-effort requests in order while rows, tokens, blocks and time last.
 
     If `chunked`, the first prompt that is too long is cut to what the decodes leave; otherwise it
-    is passed over, as is a cache that takes too long to restore. Starts leave the watermark free,
-    and none overtakes one that found no room: its whole prompt must fit. A running request takes
-    the blocks that it lacks from the latest to arrive.
+    is skipped, as is a cache that takes too long to restore. Starts leave the watermark free, and
+    none overtakes one that found no room for its whole prompt. A running request takes the blocks
+    that it lacks from the latest arrivals.
 
     Args:
         batch: The batch in the making.
@@ -66,7 +66,7 @@ def fill(
 def fill_first(
     batch: BrosBatch, room: BrosBudget, rows: np.ndarray, urgent: np.ndarray, *, chunked: bool
 ) -> None:
-    """Adds best-effort requests before real-time ones, in order and however long it takes. They
+    """Adds best-effort requests before real-time ones, in order and however long they take. They
     take blocks and places from other best-effort requests, then from real-time ones, then from the
     last of their own.
 
@@ -102,7 +102,7 @@ def fill_first(
 
 
 def _memory(batch: BrosBatch, room: BrosBudget, work: BrosWork) -> int:
-    """How many of them, in order, find their blocks and a place."""
+    """How many requests, in order, find their blocks and a place."""
     ok = np.cumsum(work.new) <= room.free
     ok &= ~work.starts | (np.cumsum(work.starts) <= room.slots)
     starts = np.flatnonzero(work.starts)
@@ -113,8 +113,8 @@ def _memory(batch: BrosBatch, room: BrosBudget, work: BrosWork) -> int:
 
 
 def _make_room(room: BrosBudget, head: BrosWork) -> bool:
-    """Drops the latest best-effort requests behind the head until it has its blocks; whether it
-    has."""
+    """Drops the latest best-effort requests behind the head until the head has its blocks. Returns
+    whether it has."""
     seq = room.view.table.seq
     rows = room.best_effort()
     rows = rows[seq[rows] > seq[head.rows[0]]]

@@ -1,7 +1,7 @@
 """Blocks that best-effort requests lend to real-time ones (BROS section 5).
 
-Real-time requests fill a block from the left, best-effort ones from the right. Only what a step is
-about to write over goes to the host, or is computed again where the host is full.
+Real-time requests fill a block from the left, best-effort ones from the right. Only tokens that a
+step is about to overwrite go to the host, or are computed again if the host is full.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Loan:
 
     Attributes:
         rows: int64 [k].
-        filled: int64 [k], tokens that each row is to have in its block.
+        filled: int64 [k], tokens that each row will have in its block.
         blocks: int64 [k, planes], the block of each row.
     """
 
@@ -49,10 +49,10 @@ class SharedBlocksBudget(BrosBudget):
         view: What the policy sees.
         batch: The batch in the making.
         watermark: Share of the pool that starts leave free.
-        late_watermark: The same for starts that are late.
+        late_watermark: The same for late starts.
 
     Attributes:
-        left: int64 [blocks], tokens that each block has from the left, those of the step included.
+        left: int64 [blocks], tokens that each block has from the left, including those of the step.
         host_free: Free slots in host memory.
     """
 
@@ -60,31 +60,32 @@ class SharedBlocksBudget(BrosBudget):
         self, view: View, batch: BrosBatch, watermark: float, late_watermark: float
     ) -> None:
         super().__init__(view, batch, watermark, late_watermark)
-        self.free -= self.free % _PLANES  # whoever takes or lends a block does so in each plane
+        self.free -= self.free % _PLANES  # blocks are taken and lent in every plane
         self.left = left_filled(view)
         self.host_free = view.host.num_free
         self._refs, self._right = view.pool.refs.copy(), view.pool.owners[:, RIGHT].copy()
-        self._keep: dict[int, int] = {}  # tokens that those who lose some keep
-        self._given: dict[int, np.ndarray] = {}  # by row, which of its blocks it has given back
-        self._hit = np.zeros(view.table.capacity, bool)  # who loses some
+        self._keep: dict[int, int] = {}  # by row that loses tokens: how many it keeps
+        self._given: dict[int, np.ndarray] = {}  # by row, indices of given back blocks
+        self._hit = np.zeros(view.table.capacity, bool)  # rows that lose some of their cache
         self._lends = np.zeros(view.table.capacity, bool)
-        self._pinned = np.zeros(len(self._refs), bool)  # what starts in the batch find
+        self._pinned = np.zeros(len(self._refs), bool)  # blocks found by starts in the batch
         self._saved: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._joins: list[Join] = []
         self._restore = CacheRestore(view)
 
     def lendable(self) -> int:
-        """Blocks that only best-effort requests hold: those that one of them fills can be joined,
-        those that they read are free once all of them are preempted."""
+        """Blocks that only best-effort requests hold: blocks that one of them fills can be joined,
+        and blocks that they only read are free once all readers are preempted."""
         return int(np.count_nonzero(self._open()) + np.count_nonzero(self._only_read()))
 
     def returned_by(self, rows: np.ndarray) -> np.ndarray:
-        """Blocks that would be free without each of these best-effort rows, int64 [n]."""
+        """Blocks that preempting each of these best-effort rows would free, int64 [n]."""
         alone = self._right[(self._refs == 1) & (self._right != NOBODY)]
         return np.bincount(alone, minlength=len(self._hit))[rows]
 
     def given_by(self, rows: np.ndarray) -> np.ndarray:
-        """See `BrosBudget`; an end of a block that another row fills is as good as a whole one."""
+        """See `BrosBudget`; the free end of a block that another row fills counts as a whole
+        block."""
         pool, given = self.view.pool, np.zeros(len(rows), np.int64)
         for i, row in enumerate(rows.tolist()):
             owners = pool.owners[pool.blocks_of(row), pool.direction[row]]
@@ -96,18 +97,18 @@ class SharedBlocksBudget(BrosBudget):
         return self._hit[rows]
 
     def offers(self, rows: np.ndarray) -> BrosWork:
-        """What these best-effort rows would do. Left out are those that cannot be in this step, and
-        all but a few of those with tokens on the host."""
+        """What these best-effort rows would do, without those that cannot be in this step, and all
+        but a few of those with tokens on the host."""
         rows = rows[~self._batch.chosen[rows] & ~self._hit[rows]]
         return self._restore.offers(rows, self.left)
 
     def best_effort(self) -> np.ndarray:
-        """Best-effort rows outside the batch that hold cache, the latest to arrive first."""
+        """Best-effort rows outside the batch that hold a cache, the latest arrivals first."""
         rows = super().best_effort()
         return rows[~self._hit[rows] & ~self._lends[rows]]
 
     def price(self, work: BrosWork) -> BrosWork:
-        """See `BrosBudget`: what the pool says is right until somebody gives blocks back."""
+        """See `BrosBudget`. The pool's numbers are right until blocks are given back."""
         finds = self._finds(work)
         if not (self._keep and len(finds)):
             return work
@@ -116,7 +117,7 @@ class SharedBlocksBudget(BrosBudget):
         return work
 
     def allocate(self, work: PlannedWork) -> None:
-        """Takes the blocks and places for this work, and notes what it copies."""
+        """Takes the blocks and places for this work, and notes its copies."""
         work = self._pin(work)
         super().allocate(work)
         rows, index = self._restore.all_copies(work.rows)
@@ -124,16 +125,16 @@ class SharedBlocksBudget(BrosBudget):
             self._let_go(row, np.array([number]))
 
     def offers_first(self, rows: np.ndarray) -> BrosWork:
-        """As `offers`, of best-effort rows that come before real-time ones. They move out of blocks
-        in which running real-time rows may overwrite their tokens."""
+        """`offers` for best-effort rows that come before real-time ones. They move out of blocks in
+        which running real-time rows may overwrite their tokens."""
         table = self.view.table
         runs = self.running[self.view.pool.direction[self.running] == LEFT]
-        self._fill(runs, table.prompt_len[runs] + table.generated[runs])  # a chunk is many tokens
+        self._fill(runs, table.prompt_len[runs] + table.generated[runs])  # a chunk has many tokens
         return self._restore.offers(rows[~self._hit[rows]], self.left, every_block=True)
 
     def provide(self, work: BrosWork, behind: np.ndarray) -> BrosWork:
-        """As without sharing, but the most urgent take free blocks, and the others join those of
-        best-effort requests, the emptiest first. Once there are none, real-time requests are
+        """As without sharing, but the most urgent requests take free blocks, and the others join
+        blocks of best-effort requests, the emptiest first. After that, real-time requests are
         preempted, those with the most time left first."""
         runs = behind[~self.is_out(behind) & (self.view.pool.held[behind] > 0)]
         victims = runs[::-1].tolist()
@@ -147,7 +148,7 @@ class SharedBlocksBudget(BrosBudget):
         while (need > have or self.free < 0) and victims:
             self.preempt(victims.pop(0))
             have = self.free + int(np.count_nonzero(self._open()))
-        if self.free < 0:  # what they find is not free any more
+        if self.free < 0:  # found blocks are not free any more
             finds = self._finds(work)
             self._unpin(work.rows[finds])
             work = work[np.delete(np.arange(len(work)), finds)]
@@ -184,8 +185,8 @@ class SharedBlocksBudget(BrosBudget):
         return work
 
     def preempt(self, row: int, gives: int | None = None) -> None:
-        """Preempts the row, which must not be in the batch; the host keeps its cache if it fits,
-        and nobody else reads of it."""
+        """Preempts the row, which must not be in the batch. The host keeps its cache if it fits and
+        no other row reads it."""
         pool, size = self.view.pool, self.view.pool.block_size
         first = np.arange(pool.held[row]) * size
         there = np.minimum(pool.cap[row, : len(first)], self.view.table.computed[row] - first)
@@ -200,7 +201,7 @@ class SharedBlocksBudget(BrosBudget):
         self._leaves(row)
 
     def operations(self, work: BrosWork) -> tuple[Operation, ...]:
-        """The operations on caches before the step. work: all of the batch."""
+        """The operations on caches before the step. work: the whole batch."""
         found: list[Operation] = []
         if self._saved:
             rows, first, end = zip(*self._saved, strict=True)
@@ -209,14 +210,14 @@ class SharedBlocksBudget(BrosBudget):
             found.append(Preempt(np.array(list(self._keep)), np.array(list(self._keep.values()))))
         found += self._joins
         restores = self._restore.all_restores(work)
-        # One a row, in the order in which they were put in: what one leaves, the next may take.
+        # One per row, in the order in which they were added: the next may take what one leaves.
         found += [Copy(*self._restore.all_copies(row)) for row in self._restore.movers(work.rows)]
         if len(restores[0]):
             found.append(Restore(*restores))
         return tuple(found)
 
     def _open(self) -> np.ndarray:
-        """Which blocks only a best-effort request holds that is not in the batch, bool."""
+        """Which blocks are held only by a best-effort request outside the batch, bool."""
         mine = self._right != NOBODY
         return mine & (self._refs == 1) & ~self._batch.chosen[self._right]
 
@@ -231,7 +232,7 @@ class SharedBlocksBudget(BrosBudget):
 
     def _end_reading(self, need: int) -> None:
         """Preempts best-effort requests, the latest first, for the blocks that they only read,
-        until so many can be had."""
+        until `need` blocks are available."""
         pool = self.view.pool
         for row in self.best_effort().tolist():
             if need <= self.free + int(np.count_nonzero(self._open())):
@@ -240,8 +241,8 @@ class SharedBlocksBudget(BrosBudget):
                 self.preempt(row)
 
     def _fill(self, rows: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Notes that these rows, which run, will have so many tokens: the blocks that they go on
-        filling, and how much of each is filled then."""
+        """Notes that these running rows will have tokens up to `end`. Returns the blocks that they
+        continue to fill, and the fill of each afterwards."""
         pool, size = self.view.pool, self.view.pool.block_size
         index = self.view.table.computed[rows] // size
         inside = index < pool.held[rows]
@@ -252,7 +253,7 @@ class SharedBlocksBudget(BrosBudget):
         return ids, filled
 
     def _borrow(self, work: BrosWork) -> _Loan:
-        """The blocks that these, in order, join once the free ones are handed out."""
+        """The blocks that these rows, in order, join once the free ones are handed out."""
         size = self.view.pool.block_size
         wanted = np.clip(np.cumsum(work.new) - self.free, 0, work.new) // _PLANES
         rows = np.repeat(work.rows, wanted)
@@ -263,7 +264,7 @@ class SharedBlocksBudget(BrosBudget):
         return _Loan(rows, filled, blocks.reshape(-1, _PLANES))
 
     def _held(self) -> np.ndarray:
-        """Blocks a plane that each row holds, or finds when it starts, int64 by row."""
+        """Blocks per plane that each row holds, or finds when it starts, int64 by row."""
         pool = self.view.pool
         return pool.held if pool.cache is None else pool.held + pool.cache.found
 
@@ -275,21 +276,21 @@ class SharedBlocksBudget(BrosBudget):
         return np.flatnonzero(work.starts & (cache.found[work.rows] > 0))
 
     def _beyond_found(self, work: _Work, finds: np.ndarray) -> _Work:
-        """The same, where `new` of these leaves out what they find."""
+        """The same work, where `new` excludes blocks that the rows `finds` will find."""
         pool, new, rows = self.view.pool, work.new.copy(), work.rows[finds]
         tokens, kinds = (work.start + work.tokens)[finds], np.zeros(len(finds), np.int64)
         new[finds] = pool.needed(rows, tokens, kinds, self._held())
         return replace(work, new=new)
 
     def _unread(self, row: int) -> int:
-        """Pages that the row finds, and that nobody holds."""
+        """Pages that the row finds and nobody holds."""
         assert self.view.pool.cache is not None
-        chain = self.view.pool.cache.chain(row)  # whoever reads one reads all before it
+        chain = self.view.pool.cache.chain(row)  # a row that reads a page reads all before it
         return len(chain) - bisect.bisect_left(chain, True, key=lambda p: not self._refs[p.ids[0]])
 
     def _pin(self, work: _Work) -> _Work:
-        """Those that start read what they find, which is not free any more. Returns the same, where
-        `new` is what they take besides."""
+        """Lets starting rows read the blocks that they find, which are not free any more. Returns
+        the same work, where `new` has only the additional blocks."""
         finds = self._finds(work)
         if not len(finds):
             return work
@@ -301,7 +302,7 @@ class SharedBlocksBudget(BrosBudget):
         return self._beyond_found(work, finds)
 
     def _unpin(self, rows: np.ndarray) -> None:
-        """Some that were to start do not."""
+        """Undoes `_pin` for rows that do not start after all."""
         for row in rows.tolist():
             self._refs[self._found(row)] -= 1
             self.free += _PLANES * self._unread(row)
@@ -313,15 +314,16 @@ class SharedBlocksBudget(BrosBudget):
         return np.array([page.ids for page in pages], np.int64).reshape(-1, _PLANES).T
 
     def _forget(self, ids: np.ndarray) -> None:
-        """What these blocks hold is found no longer: who would find it starts another time."""
+        """The cached content of these blocks is lost: rows that would find it start another
+        time."""
         cache = self.view.pool.cache
         if cache is not None and len(cache):
             self._hit[cache.finders(ids.ravel().tolist())] = True
 
     def _emptiest(self, count: int) -> np.ndarray:
-        """So many open blocks, those with most empty slots first; of several, those of requests
-        that have tokens on the host already, then of the latest, then the last. Both planes of one
-        are side by side."""
+        """`count` open blocks, those with most empty slots first; of equal ones, those of
+        requests that already have tokens on the host, then of the latest, then the last. Both
+        planes of a block are side by side."""
         if not count:
             return np.zeros(0, np.int64)
         view, ids = self.view, np.flatnonzero(self._open())
@@ -339,7 +341,7 @@ class SharedBlocksBudget(BrosBudget):
     def _still_there(
         self, rows: np.ndarray, first: np.ndarray, end: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of what would be lost that which is not lost already, and not copied."""
+        """The part of the ranges that is neither lost already nor copied."""
         stays = ~self._batch.chosen[rows]
         if self._keep:
             keep = np.array([self._keep.get(row, np.iinfo(np.int64).max) for row in rows.tolist()])
@@ -355,8 +357,8 @@ class SharedBlocksBudget(BrosBudget):
             self._hit[rows] = True
 
     def _cut(self, row: int, first: int) -> None:
-        """The row loses its cache from the block of token `first` on, since the host has no room.
-        The block then belongs to the other side alone, which would soon overwrite more of it."""
+        """Drops the row's cache from the block of token `first` on, since the host has no room. The
+        block then belongs only to the other side, which would soon overwrite more of it."""
         index = first // self.view.pool.block_size
         self._let_go(row, np.arange(index, self.view.pool.held[row]))
         self._keep[row], self._hit[row] = index * self.view.pool.block_size, True
@@ -364,13 +366,13 @@ class SharedBlocksBudget(BrosBudget):
             self._leaves(row)
 
     def _leaves(self, row: int) -> None:
-        """It no longer holds cache."""
+        """Notes that the row no longer holds a cache."""
         self.slots += 1
         self.running = self.running[self.running != row]
         self._hit[row] = True
 
     def _let_go(self, row: int, index: np.ndarray) -> None:
-        """The row gives back the blocks of these numbers, if it has not before."""
+        """Gives back the row's blocks of these indices, unless it has before."""
         pool = self.view.pool
         given = self._given.setdefault(row, np.zeros(pool.held[row], bool))
         index = index[~given[index]]

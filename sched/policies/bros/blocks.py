@@ -1,4 +1,4 @@
-"""Blocks and places that a plan hands out, and who is preempted for them (BROS section 5.2)."""
+"""Blocks and places that a plan hands out, and whom it preempts for them (BROS section 5.2)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class BrosBudget(MemoryBudget):
 
     Args:
         view: What the policy sees.
-        batch: The batch in the making.
+        batch: The batch being built.
         watermark: Share of the pool that starts leave free.
-        late_watermark: The same for starts that are late, where it is more.
+        late_watermark: The same for late starts, if it is higher.
 
     Attributes:
-        running: Rows that hold cache, in order of arrival, without those preempted by the plan.
+        running: Rows that hold a cache, in order of arrival, without those preempted by the plan.
     """
 
     def __init__(
@@ -41,10 +41,11 @@ class BrosBudget(MemoryBudget):
         """Which starts, in order, find their blocks and leave the watermark.
 
         Args:
-            new: int64 [n], blocks that each takes.
-            left: Free blocks; a number, or one for each.
-            alone: Whether nobody holds cache, so that the first need not leave the watermark.
-            late: Which of them are late and leave `late_watermark`; a number, or bool [n].
+            new: int64 [n], blocks that each start takes.
+            left: Free blocks; a number, or one for each start.
+            alone: Whether no row holds a cache, so that the first start need not leave the
+            watermark.
+            late: Which starts are late and leave `late_watermark`; a bool, or bool [n].
 
         Returns:
             bool [n].
@@ -56,7 +57,7 @@ class BrosBudget(MemoryBudget):
         return ok
 
     def best_effort(self) -> np.ndarray:
-        """Best-effort rows outside the batch that hold cache, the latest to arrive first."""
+        """Best-effort rows outside the batch that hold a cache, the latest arrivals first."""
         rows = self.running[::-1]
         theirs = self.view.table.tier[rows] == BEST_EFFORT
         return rows[theirs & ~self._batch.chosen[rows]]
@@ -70,11 +71,11 @@ class BrosBudget(MemoryBudget):
         return self.view.pool.private(rows)
 
     def given_by(self, rows: np.ndarray) -> np.ndarray:
-        """Blocks that others may use without each of these running rows, int64 [n]."""
+        """Blocks that others could use if each of these running rows were preempted, int64 [n]."""
         return self.view.pool.private(rows)
 
     def price(self, work: BrosWork) -> BrosWork:
-        """The same with the blocks that each takes after what has been preempted so far."""
+        """The same work with the blocks that it takes, given the preemptions so far."""
         return work
 
     def offers(self, rows: np.ndarray) -> BrosWork:
@@ -84,13 +85,13 @@ class BrosBudget(MemoryBudget):
     def affordable(self, work: BrosWork, late: np.ndarray) -> np.ndarray:
         """Which real-time requests, in order of urgency, find blocks and a place: a mask [n].
 
-        All best-effort caches may be taken for them. Starts leave what running requests need now
-        and the watermark, and none overtakes one that found no room. Running requests take what
-        they lack from the end of the queue.
+        All best-effort caches may be taken for them. Starts leave the watermark and what running
+        requests need now, and none overtakes one that found no room. Running requests take missing
+        blocks from the end of the queue.
 
         Args:
             work: The requests [n].
-            late: bool [n], which ones leave the late watermark.
+            late: bool [n], which requests leave the late watermark.
         """
         theirs, blocks = self.best_effort(), self.free + self.lendable()
         starts, runs = np.flatnonzero(work.starts), np.flatnonzero(~work.starts)
@@ -112,7 +113,7 @@ class BrosBudget(MemoryBudget):
 
     def provide(self, work: BrosWork, behind: np.ndarray) -> BrosWork:
         """Takes blocks and places for these real-time requests, which must be affordable. behind:
-        the other ones, the most urgent first."""
+        the other real-time requests, the most urgent first."""
         need, starts = int(work.new.sum()), int(work.starts.sum())
         runs = behind[self.view.table.state[behind] == RUNNING]
         for row in np.concatenate([self.best_effort(), runs[::-1]]).tolist():
@@ -123,7 +124,7 @@ class BrosBudget(MemoryBudget):
         return work
 
     def offers_first(self, rows: np.ndarray) -> BrosWork:
-        """As `offers`, for best-effort rows that come before real-time ones."""
+        """`offers` for best-effort rows that come before real-time ones."""
         return self.offers(rows)
 
     def preempt(self, row: int, gives: int | None = None) -> None:
@@ -132,5 +133,5 @@ class BrosBudget(MemoryBudget):
         self.running = self.running[self.running != row]
 
     def operations(self, work: BrosWork) -> tuple[Operation, ...]:
-        """The operations on caches before the step. work: all of the batch."""
+        """The operations on caches before the step. work: the whole batch."""
         return self.preemptions()

@@ -1,4 +1,4 @@
-"""BROS: real-time requests by their deadlines, best-effort ones in what they leave (Algorithm 1).
+"""BROS: real-time requests by deadline, best-effort ones in the room that is left (Algorithm 1).
 
 In each iteration real-time requests are packed in order of the time they have left, prompts and
 decodes alike, as long as the batch is predicted to end before the most urgent deadline. Then
@@ -24,18 +24,19 @@ from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 
-BURST = 1.0  # seconds of the floor that may be made good, or ahead, at once
-_FAR = 1e12  # seconds: behind all that are not late
-MEAN_WEIGHT = 0.1  # of the last batch in the moving average
-WAITS = 3  # batches until a first token: that on the device, the one being planned, and its own
+BURST = 1.0  # seconds of the floor's work that may be caught up, or be ahead
+_FAR = 1e12  # seconds: sorts behind all requests that are not late
+MEAN_WEIGHT = 0.1  # weight of the last batch in the moving average
+WAITS = 3  # batches until a first token: on the device, being planned, its own
 
 
 @dataclass
 class _Memory:
-    """size: B, requests that best-effort ones may fill a batch up to. rows, seconds: of the last
-    batch. mean: seconds of batches lately. now: of the last plan. owed: tokens of best-effort work
-    that the floor is behind. passed: requests that have started since a late prompt got anything.
-    until: when the last batch ends, on the clock of plans, if it brings no token."""
+    """size: B, number of requests up to which best-effort ones may fill a batch. rows, seconds: of
+    the last batch. mean: recent seconds of batches. now: time of the last plan. owed: tokens by
+    which best-effort work is behind the floor. passed: requests that have started since a late
+    prompt got any tokens. until: when the last batch ends, on the clock of plans, if it brings no
+    token."""
 
     size: int
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -54,39 +55,40 @@ class _Memory:
 )
 @dataclass(frozen=True)
 class Bros(Policy):
-    """ttft, tbt: targets, seconds, of real-time requests that name none. initial: best-effort
-    requests join a batch up to so many in all at first, and after an early return, a batch that
-    left out somebody who was not late; growth: by how many that rises with each other batch.
-    watermark: share of the pool that best-effort starts leave free while others run.
+    """ttft, tbt: targets, in seconds, of real-time requests without their own. initial: number of
+    requests up to which best-effort ones may fill a batch at first, and after an early return, a
+    batch that left out a request that was not late; growth: by how many this rises with each other
+    batch. watermark: share of the pool that best-effort starts leave free while others run.
 
-    chunked: whether prompts are cut to what the deadlines leave of a batch's time; false: they are
-    whole, as in the paper. One that fits no deadline then waits until the others stop coming.
+    chunked: whether prompts are cut to the time that deadlines leave in a batch; false: whole
+        prompts, as in the paper. A prompt that fits no deadline then waits until no others come.
 
-    late_last: whether those with a prompt, or a lost cache, to compute whose next token can no
-    longer be in time come behind all others; false: in their place, as in the paper. In an overload
-    far more requests are in time then. late_turn: after how many starts of others they come before
-    all other prompts, until one of them has got something, so that none waits for the end of an
-    overload; 0: never, nor where prompts are whole. late_watermark: as watermark, for the starts of
-    those that are not in their turn, so that who comes in time finds memory; what best-effort
-    requests hold counts as free.
+    late_last: whether requests that have to compute a prompt or a lost cache, and whose next token
+        can no longer be in time, come behind all others; false: they keep their place, as in the
+        paper. In an overload far more requests are in time with true. late_turn: after this many
+        starts of others, late requests come before all other prompts until one has got tokens, so
+        that none waits for the end of an overload; 0: never, nor with whole prompts.
+        late_watermark: like watermark, for starts of late requests that are not in their turn, so
+        that requests in time find memory; what best-effort requests hold counts as free.
 
     headroom: whether late prompts and best-effort requests leave a batch short enough for a
-    real-time request that comes right after it was planned, with the median TTFT of those that are
-    there; false: only those that are there count, as in the paper.
+        real-time request that comes right after it was planned, with the median TTFT of the present
+        ones; false: only present requests count, as in the paper.
 
-    replace: whether best-effort requests take places of real-time ones in a full batch, of those
-    that would have more to bring back from the host, and can wait for the next one.
+    replace: whether best-effort requests take places of real-time ones in a full batch if those
+        would have more to restore from the host, and can wait for the next batch.
 
-    in_order: whether best-effort requests are served in order of arrival; false: those with least
-    to bring back from the host first, as in the paper. Who has much there then waits for as long
-    as others keep coming, even once real-time requests have become few.
+    in_order: whether best-effort requests are served in order of arrival; false: those with the
+        least to restore from the host first, as in the paper. A request with much on the host then
+        waits as long as others keep coming, even once real-time requests have become few.
 
     sharing: whether real-time requests join the blocks of best-effort ones, and caches go to the
-    host; otherwise whoever loses its cache computes it again, the paper's "No Bi-cache".
+        host; otherwise lost caches are computed again, the paper's "No Bi-cache".
 
     max_age: seconds without a token after which a best-effort request comes before all others;
-    floor: tokens a second of best-effort work for which it comes before real-time work, while it is
-    behind. Both may miss deadlines; without them best-effort requests may starve, as in the paper.
+    floor: tokens per second of best-effort work, which comes before real-time work while it is
+    behind this rate. Both may miss deadlines; without them best-effort requests may starve, as in
+    the paper.
 
     Raises ValueError for a value out of range.
     """
@@ -130,11 +132,12 @@ class Bros(Policy):
 
     @property
     def size(self) -> int:
-        """B, requests up to which best-effort ones may fill the next batch."""
+        """B, the number of requests up to which best-effort ones may fill the next batch."""
         return self._memory.size
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """Real-time requests first, but for best-effort ones that must not wait; then the rest."""
+        """Real-time requests first, except for best-effort ones that must not wait; then the
+        rest."""
         table = view.table
         clock = now + self._in_flight(view, now)
         waiting, w_best = _tiers(view, table.in_state(WAITING))
@@ -157,7 +160,7 @@ class Bros(Policy):
         if not packed.early:
             batch.rows_left = min(batch.rows_left, max(self.size - len(batch), 0))
             fill(batch, room, room.offers(others), packed.limit, chunked=self.chunked)
-            if not len(batch):  # nobody could take a place
+            if not len(batch):  # no request could take a place
                 packed = pack(batch, room, queue, others, replace(rules, spare=np.inf))
         done = batch.work()
         self._remember(batch, done, packed, forced, clock)
@@ -172,7 +175,7 @@ class Bros(Policy):
         )
 
     def side(self, tier: int) -> int:
-        """Best-effort requests fill blocks from the right, where they share them."""
+        """Best-effort requests fill blocks from the right if blocks are shared."""
         return int(RIGHT if self.sharing and tier == BEST_EFFORT else LEFT)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
@@ -185,12 +188,12 @@ class Bros(Policy):
         return np.where(np.equal(requests.tier, BEST_EFFORT), np.inf, due)
 
     def makes_room(self, running: Any, request: Any, now: float) -> Any:
-        """Those behind it."""
+        """Requests behind it."""
         return np.greater(self.queue_priority(running, now), self.queue_priority(request, now))
 
     def _in_flight(self, view: View, now: float) -> float:
-        """Seconds until the step on the device ends; 0 if there is none. One that brings no token
-        says nothing when it has ended, so that it takes what was predicted."""
+        """Seconds until the step on the device ends; 0 if there is none. The end of a step that
+        brings no token is not reported, so its predicted time is used."""
         memory, table = self._memory, view.table
         rows = memory.rows
         if np.count_nonzero(table.generated[rows] > table.received[rows]):
@@ -198,10 +201,10 @@ class Bros(Policy):
         return max(memory.until - now, 0.0)
 
     def _rules(self, view: View, rows: np.ndarray) -> Rules:
-        """For these real-time rows."""
+        """The rules for these real-time rows."""
         late, headroom, memory = Late.IN_PLACE, np.inf, self._memory
         if self.late_last:
-            turn = self.chunked and 0 < self.late_turn <= memory.passed  # whole ones may not fit
+            turn = self.chunked and 0 < self.late_turn <= memory.passed  # whole prompts may not fit
             late = Late.TURN if turn else Late.LAST
         if self.headroom and len(rows):
             ttft = view.table.ttft[rows]
@@ -209,7 +212,7 @@ class Bros(Policy):
         return Rules(late, self.chunked, memory.mean if self.replace else np.inf, headroom)
 
     def _first(self, view: View, rows: np.ndarray, now: float, clock: float) -> np.ndarray:
-        """Those of these best-effort rows that come before real-time ones, in their order."""
+        """The best-effort rows that come before real-time ones, in their order."""
         table, must = view.table, np.zeros(len(rows), bool)
         if self.max_age is not None:
             last = table.last_token[rows]
@@ -222,7 +225,7 @@ class Bros(Policy):
         return rows[must]
 
     def _behind(self, now: float, floor: float, wanted: bool) -> float:
-        """Tokens of best-effort work that the floor is behind; wanted: whether there is any."""
+        """Tokens by which best-effort work is behind the floor; wanted: whether there is any."""
         memory, most = self._memory, floor * BURST
         elapsed = 0.0 if memory.now is None else now - memory.now
         memory.now = now
@@ -232,8 +235,8 @@ class Bros(Policy):
     def _remember(
         self, batch: BrosBatch, done: BrosWork, packed: Packed, forced: int, clock: float
     ) -> None:
-        """Notes the batch and what follows from it for the next. It begins at `clock`, and its
-        first `forced` rows came before real-time ones."""
+        """Notes the batch and its consequences for the next. It begins at `clock`, and its first
+        `forced` rows came before real-time ones."""
         memory, view = self._memory, batch.view
         grown = min(memory.size + self.growth, view.limits.max_rows)
         memory.size = self.initial if packed.early else grown
@@ -244,15 +247,15 @@ class Bros(Policy):
         memory.until = -np.inf if (end == known).any() else clock + batch.seconds
         memory.mean += (memory.seconds - memory.mean) * MEAN_WEIGHT
         if self.floor is not None:
-            new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not once more
+            new = end - np.clip(view.table.lost_from[rows], done.start, end)  # not again
             new[view.table.tier[rows] != BEST_EFFORT] = 0
-            # What best-effort requests get beside counts, but not for longer than a burst.
+            # Other best-effort work counts, too, but not for longer than a burst.
             owed = memory.owed - float(new[:forced].sum())
             least = min(owed, -self.floor * BURST)
             memory.owed = max(owed - float(new[forced:].sum()), least)
 
 
 def _tiers(view: View, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Real-time and best-effort ones of them."""
+    """The real-time and the best-effort rows."""
     best = view.table.tier[rows] == BEST_EFFORT
     return rows[~best], rows[best]
