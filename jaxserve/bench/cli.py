@@ -1,4 +1,4 @@
-"""Measures the engine. A summary for people, and with --json one JSON object as the last line.
+"""Measures the engine. Prints a summary for people, and with --json one JSON object as last line.
 
     jaxserve bench throughput --config=opt_125m_cpu --num_requests=32
     jaxserve bench latency --input_len=128 --output_len=64
@@ -85,7 +85,7 @@ WRONG = (UsageError, ConfigError, WorkloadError)  # command lines
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0, 1 for what cannot be measured, 2 for a wrong command line."""
+    """Exit codes: 0, 1 if it cannot be measured, 2 for a wrong command line."""
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
         if args.command in LAB_COMMANDS:
@@ -101,16 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with the engine's `config`, None for a server's load. Raises
-    UsageError, ConfigError, or BenchError for a command of the lab where there is none; argparse
-    exits by itself for --help and flags of its own."""
+    """The checked arguments, with the engine's `config`, or None for a server's load. Raises
+    UsageError, ConfigError, or BenchError for a command of the lab if that is not installed;
+    argparse exits by itself for --help and its own errors."""
     name, given = (argv[0], argv[1:]) if argv else ("", ())
     args: argparse.Namespace
     if name in LAB_COMMANDS:
         args = _lab_command(name).parse(given)
         return args
     if name not in MEASURED:
-        _overview().parse_args(argv)  # for its help, or the error
+        _overview().parse_args(argv)  # for its help or its error
     parser = _parser(name)
     args, rest = parser.parse_known_args(given)
     parser.check(args)
@@ -122,7 +122,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _lab_command(name: str) -> Any:
-    """The module of a command of LAB_COMMANDS. Raises BenchError where there is no lab."""
+    """The module of a command of LAB_COMMANDS. Raises BenchError if the lab is not installed."""
     try:
         return importlib.import_module(f"{LAB}.{LAB_COMMANDS[name][0]}")
     except ModuleNotFoundError as error:
@@ -132,7 +132,7 @@ def _lab_command(name: str) -> Any:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one command; the JSON object. Raises ConfigError, WorkloadError, BenchError."""
+    """Runs one command. Returns the JSON object. Raises ConfigError, WorkloadError, BenchError."""
     where, config = machine(), args.config
     workload, run = _prepare(args)
     if config is None:
@@ -142,7 +142,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             runs.warm_up(target, 1, 1, 2, args.seed)
             outcome: dict[str, Any] = {"results": run(target)}
     else:
-        if args.command == "throughput":  # all wait at once, and none is to be refused
+        if args.command == "throughput":  # all wait at once, and none may be refused
             queue = max(config.scheduler.max_queue, args.num_requests)
             config = config.with_fields(scheduler__max_queue=queue)
         model, outcome = _in_process(args, config, run)
@@ -209,7 +209,7 @@ def _in_process(
 
 
 def _spec(args: argparse.Namespace) -> WorkloadSpec:
-    """What `load` serves."""
+    """The workload of `load`."""
     lengths, count = args.lengths, args.num_requests
     if not lengths:
         shape = f"{args.input_len or INPUT_LEN}x{args.output_len or OUTPUT_LEN}"
@@ -230,7 +230,7 @@ def _check_load(args: argparse.Namespace, rest: Sequence[str]) -> None:
 
 
 def _overview() -> Parser:
-    """Of the bench itself, for its help."""
+    """The parser of the bench itself, for its help."""
     parser = Parser(prog="jaxserve bench", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (does, _) in MEASURED.items():

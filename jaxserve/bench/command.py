@@ -1,5 +1,5 @@
-"""What the commands of the bench share: flags and their ranges, the configuration of an engine that
-they run themselves, how they tell what they found."""
+"""Shared parts of the bench's commands: flags and their ranges, the configuration of their engine,
+the output of results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class BenchParser(Parser):
     """The parser of `jaxserve bench NAME`.
 
     Args:
-        name: the command's.
+        name: name of the command.
         json: whether it has a flag --json, see `tell`.
-        options: of `Parser`.
+        options: options of `Parser`.
     """
 
     def __init__(self, name: str, *, json: bool = True, **options: Any) -> None:
@@ -50,11 +50,10 @@ class BenchParser(Parser):
         """Adds a flag --name for a number, which `check` will check.
 
         Args:
-            name: the flag's, without dashes.
+            name: name of the flag, without dashes.
             default: None for no default.
             text: help.
-            least: the smallest whole number that is allowed; None for any positive number, whole or
-                not.
+            least: smallest allowed whole number; None for any positive number, whole or not.
             required: whether the flag must be given.
         """
         kind, shown = float if least is None else int, "" if default is None else " (%(default)s)"
@@ -63,7 +62,7 @@ class BenchParser(Parser):
         self._least[name] = least
 
     def check(self, args: argparse.Namespace) -> None:
-        """Raises UsageError for a number that is out of its range."""
+        """Raises UsageError for a number out of range."""
         for name, least in self._least.items():
             value = getattr(args, name)
             if value is None:
@@ -77,8 +76,7 @@ class BenchParser(Parser):
         """Parses and checks a command line that also has flags of serve.py.
 
         Returns:
-            The arguments, with the engine's configuration as `config`, and the flags of serve.py
-                that it was made of.
+            The arguments, with the engine's configuration as `config`, and the flags of serve.py.
 
         Raises:
             UsageError, ConfigError: the command line or the configuration is wrong.
@@ -89,13 +87,13 @@ class BenchParser(Parser):
         return args, rest
 
     def read_config(self, argv: Sequence[str]) -> Config:
-        """The configuration that --config, --model, --policy, --config.x.y= and so on make; no
-        other flags are allowed. Raises UsageError or ConfigError."""
+        """The configuration from --config, --model, --policy, --config.x.y= and so on; other flags
+        are not allowed. Raises UsageError or ConfigError."""
         return read_config(argv, self.flags())
 
 
 def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
-    """See `BenchParser.read_config`. own_flags: further flags that the command has."""
+    """See `BenchParser.read_config`. own_flags: further flags of the command."""
     values = flags.FlagValues()
     launch.parse_flags(["jaxserve.bench", *argv], str(DEFAULT_CONFIG), values, own_flags)
     for name in ("port", "http_port", "metrics_port"):
@@ -105,12 +103,12 @@ def read_config(argv: Sequence[str], own_flags: Sequence[str] = ()) -> Config:
 
 
 def served_by(result: Mapping[str, Any]) -> str:
-    """A model, and what it is served with."""
+    """The model, its dtype and its device."""
     info = result["model"]
     return f"{info['model']} ({info['dtype']}, {info['device']})"
 
 
 def on_machine(result: Mapping[str, Any]) -> str:
-    """Where it was measured."""
+    """The machine of the measurement."""
     where = result["machine"]
     return f"on {where['cpu']}, {where['cores']} cores, load {where['load_average']}"

@@ -1,4 +1,4 @@
-"""Whom the load goes to: an engine in this process, or a server."""
+"""Targets of the load: an engine in this process, or a server."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from jaxserve.simulator.workloads.workload import Workload
 
 NO_SLO = SLO()
 clock = time.monotonic
-"""The engine's own clock, so that times of both sides can be compared."""
+"""The engine's own clock, so that times on both sides can be compared."""
 
 
 class BenchError(RuntimeError):
-    """The measurement is not valid; the message says why, in one line."""
+    """The measurement is not valid; the message says why in one line."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,13 @@ class Job:
     Attributes:
         prompt: token ids.
         output_len: tokens after which it ends.
-        max_tokens: the limit that it asks for. Where that is more than output_len, the sender ends
-            it by cancelling, so that the server knows no more of its length than of a request that
-            ends by itself.
+        max_tokens: the requested limit. If it is more than output_len, the sender ends the request
+            by cancelling, so that the server does not know its length in advance.
         slo: its targets.
         tier: real-time or best-effort.
-        temperature: of its sampling; 0 is greedy.
-        slo_class, value: name of its class, and `Request.value`. An engine is told; a server,
-            which has classes and values of its own, is not.
+        temperature: sampling temperature; 0 is greedy.
+        slo_class, value: name of its class, and `Request.value`. Passed to an engine, but not to a
+        server, which has its own classes and values.
     """
 
     prompt: tuple[int, ...]
@@ -65,9 +64,9 @@ class Record:
 
     Attributes:
         sent: seconds on `clock`.
-        token_times: of the job's tokens, seconds on `clock`.
+        token_times: times of the job's tokens, seconds on `clock`.
         outcome: "finished", "rejected" (the queue was full) or "failed"; "" until it is done.
-        preemptions: by the server's count; 0 for a request that was cancelled over the network.
+        preemptions: as counted by the server; 0 for a request that was cancelled over the network.
         error: why it was rejected or failed.
     """
 
@@ -134,7 +133,7 @@ class EngineTarget:
 
 
 class ThreadedTarget(ABC):
-    """A target with one thread for each request: what is timed includes this client."""
+    """A target with one thread per request: measured times include this client."""
 
     def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
         """See `Target`."""
@@ -143,7 +142,7 @@ class ThreadedTarget(ABC):
     def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
         try:
             self.serve(job, record)
-        except Exception as error:  # whatever it is, the run must not wait for ever
+        except Exception as error:  # on any error, so that the run does not wait for ever
             record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
         finally:
             done.release()
@@ -179,7 +178,7 @@ class ServerTarget(ThreadedTarget):
                 tier=job.tier.name.lower(),
             )
             for message in generation:
-                # A message may carry several tokens: they reached the caller together.
+                # A message may carry several tokens, which reached the caller together.
                 ended = book_times(record, job, [clock()] * len(message.token_ids))
                 if message.HasField("finish"):
                     record.preemptions = message.finish.usage.preemptions
@@ -194,16 +193,16 @@ class ServerTarget(ThreadedTarget):
 
 
 def book_times(record: Record, job: Job, times: Sequence[float]) -> bool:
-    """Records the times of a job's tokens, but not of tokens beyond output_len, which come while it
-    is being cancelled. Returns whether the job has all of its tokens."""
+    """Records the times of a job's tokens, without those beyond output_len that come while it is
+    being cancelled. Returns whether the job has all of its tokens."""
     record.token_times.extend(times[: job.output_len - len(record.token_times)])
     return len(record.token_times) == job.output_len
 
 
 def random_jobs(workload: Workload, vocab_size: int, rng: np.random.Generator) -> list[Job]:
-    """Jobs with prompts of uniformly random token ids, and the workload's lengths, limits and
-    SLOs. Prompts share what the workload says. Where that is another's answer, random ids stand for
-    it in all of them: what a server will write is not known before."""
+    """Jobs with prompts of uniformly random token ids, and the workload's lengths, limits and SLOs.
+    Prompts share tokens as in the workload. Random ids stand for shared answers, since a server's
+    answer is not known in advance."""
     columns = (
         workload.prefix_of,
         workload.prefix_len,
@@ -257,7 +256,7 @@ def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[flo
 
     Args:
         target: serves the jobs.
-        jobs: in the order of their arrival.
+        jobs: in order of arrival.
         arrival: [len(jobs)], seconds after the start.
 
     Returns:
@@ -281,7 +280,7 @@ def serve_all(
     target: Target, workload: Workload, rng: np.random.Generator
 ) -> tuple[float, list[Record]]:
     """Serves the workload with random prompts, each request to its end. Returns the start on
-    `clock`, and the records. BenchError if the target cannot serve a request, or does not."""
+    `clock`, and the records. BenchError if the target cannot or does not serve a request."""
     info = target.info()
     check_fits(workload, info)
     jobs = random_jobs(workload, info["vocab_size"], rng)
@@ -300,7 +299,7 @@ def last_token(records: Sequence[Record]) -> float:
 
 
 def times(due: np.ndarray, records: Sequence[Record]) -> Times:
-    """The records as arrays. due: float64 [n], when each job was to be sent, on `clock`."""
+    """The records as arrays. due: float64 [n], when each job was due to be sent, on `clock`."""
     return Times.from_tokens(
         due.tolist(),
         [record.token_times for record in records],

@@ -1,4 +1,4 @@
-"""A result as text for people; the JSON line is for programs."""
+"""A result as text for people. Programs read the JSON line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = 30
 
 
 def text(result: dict[str, Any]) -> str:
-    """Some twenty lines: what was measured, where, and the numbers."""
+    """About twenty lines: what was measured, where, and the results."""
     used = result["versions"]
     lines = [
         f"{result['command']}: {served_by(result)}, policy {result['model']['policy']}",

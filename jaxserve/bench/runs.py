@@ -1,5 +1,5 @@
-"""The three measurements: offline throughput, single-stream latency, open-loop load; and what the
-engine's own steps took meanwhile."""
+"""The three measurements: offline throughput, single-stream latency, open-loop load; and the times
+of the engine's own steps during them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def throughput(
     """Submits random requests at once, and measures from the first submission to the last token.
 
     Args:
-        target: serves them.
+        target: serves the requests.
         count: number of requests.
         input_len: prompt tokens of each.
         output_len: output tokens of each.
-        repeats: times that all of it is done.
-        seed: of the prompts.
+        repeats: number of runs.
+        seed: seed of the prompts.
 
     Returns:
         Rates of output tokens, and of prompt and output tokens, and seconds: each with its median
@@ -51,11 +51,11 @@ def latency(
     """Sends random requests, each when the one before is done.
 
     Args:
-        target: serves them.
+        target: serves the requests.
         count: number of requests.
         input_len: prompt tokens of each.
         output_len: output tokens of each.
-        seed: of the prompts.
+        seed: seed of the prompts.
 
     Returns:
         TTFT, end-to-end latency, output rate and TPOT, each with its median and its values, one for
@@ -83,17 +83,17 @@ def latency(
 def load(
     target: load_target.Target, workload: Workload, seed: int, rule: Rule = Rule.SERVER
 ) -> dict[str, Any]:
-    """Sends every request at its arrival time, whatever became of those before, with its own tier,
-    SLO and max_tokens. Refused and failed requests are counted, and miss their SLO.
+    """Sends every request at its arrival time, whatever happened to earlier ones, with its own
+    tier, SLO and max_tokens. Refused and failed requests are counted, and miss their SLO.
 
     Args:
-        target: What serves them.
+        target: Serves the requests.
         workload: The requests.
-        seed: Of the prompts.
-        rule: Who attains their SLO.
+        seed: Seed of the prompts.
+        rule: When a request attains its SLO.
 
     Raises:
-        BenchError: The target cannot serve one of them.
+        BenchError: The target cannot serve one of the requests.
     """
     info = target.info()
     load_target.check_fits(workload, info)
@@ -118,10 +118,10 @@ def warm_up(
     """Serves the same kind of work as `throughput`, once and unmeasured, from other prompts.
 
     Args:
-        target, count, input_len, output_len, seed: as for `throughput`.
+        target, count, input_len, output_len, seed: see `throughput`.
 
     Raises:
-        BenchError: it was not served.
+        BenchError: a request was not served.
     """
     load_target.serve_all(
         target, _all_at_once(count, input_len, output_len), np.random.default_rng((seed, 1))
@@ -129,7 +129,7 @@ def warm_up(
 
 
 def _all_at_once(count: int, input_len: int, output_len: int) -> Workload:
-    """`count` requests of one shape that ask for as much as they write."""
+    """`count` requests of one shape whose limit is their output length."""
     lengths = fixed_lengths(input_len, output_len, count)
     return Workload.create(all_at_once(count), lengths, limit=lengths.output_len)
 
@@ -139,8 +139,8 @@ def _values(values: list[float]) -> dict[str, Any]:
 
 
 def step_metrics(steps: Sequence[StepStats]) -> dict[str, Any]:
-    """Times of all steps, of those that only decode, of those with prompt tokens, and of the decode
-    steps with the most rows that any had."""
+    """Times of all steps, of steps that only decode, of steps with prompt tokens, and of the decode
+    steps with the largest number of rows."""
     decode = [s for s in steps if s.num_decodes == s.num_rows]
     most = max((s.num_rows for s in decode), default=0)
     return {

@@ -42,8 +42,8 @@ what the subcommand does."""
 
 
 def entry_point() -> NoReturn:
-    """What the installed script and `python -m jaxserve` call."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ^C ends it at once while it imports
+    """Entry point of the installed script and of `python -m jaxserve`."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ^C ends the process at once during imports
     run(lambda: main(sys.argv[1:]))
 
 
@@ -54,8 +54,8 @@ def main(argv: Sequence[str]) -> int:
         argv: its name and its arguments, without the program's name.
 
     Returns:
-        The exit code: the subcommand's, 2 where there is none of that name, or 1 where it needs
-        more than is installed.
+        The exit code: the subcommand's, 2 if there is no such subcommand, or 1 if something it
+            needs is not installed.
     """
     name = argv[0] if argv else "--help"
     if name in ("--help", "-h", "help"):
@@ -72,10 +72,10 @@ def main(argv: Sequence[str]) -> int:
         return 2
     module, function, _ = COMMANDS[name]
     if name == "serve":
-        gc.disable()  # until it serves: a seventh of a start would be spent looking for garbage
+        gc.disable()  # until it serves: garbage collection takes a seventh of a start
     try:
         command = getattr(importlib.import_module(module), function)
-        if name != "serve":  # which loads and compiles before it has a use for ^C
+        if name != "serve":  # serve loads and compiles before it handles ^C
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(command(argv[1:]))
     except ModuleNotFoundError as error:

@@ -1,5 +1,4 @@
-"""Converts a Hugging Face directory or a GGUF file to a checkpoint that loads faster, or
-is smaller.
+"""Converts a Hugging Face directory or a GGUF file to a checkpoint that loads faster or is smaller.
 
     jaxserve convert SRC DST [--dtype=auto|float32|bfloat16|float16]
     jaxserve convert SRC DST --quantize=int4:group=32 --check=some.txt
@@ -64,23 +63,23 @@ def convert(
     """Writes the checkpoint in `source` to `target`.
 
     Args:
-        dtype: of the stored parameters that are not quantised; "auto" is what config.json states,
-            else float32.
-        quantize: as `model.quantization`; "" leaves weights as they are, but makes those of a GGUF
-            file wide for SAFETENSORS.
+        dtype: of the stored parameters that are not quantised; "auto" takes it from config.json, or
+        float32.
+        quantize: as `model.quantization`; "" keeps the weights as they are, but dequantises those
+        of a GGUF file for SAFETENSORS.
         into: ORBAX or SAFETENSORS.
 
     Raises:
-        CheckpointError: `source` cannot be loaded or quantised so, or `target` already holds other
-            files, or cannot be written.
-        OSError: there is no room for it.
+        CheckpointError: `source` cannot be loaded or quantised like this, or `target` has other
+        files or cannot be written.
+        OSError: the disk is full.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} exists and is not an empty directory")
     try:
         check_folder("DST", target)
     except ValueError as error:
-        raise CheckpointError(str(error).removeprefix("--")) from None  # it is no flag
+        raise CheckpointError(str(error).removeprefix("--")) from None  # not a flag here
     family, config, hf = load_config(source)
     if into == SAFETENSORS and (joined := family.joined_tensor(config)) is not None:
         raise CheckpointError(
@@ -88,7 +87,7 @@ def convert(
             f"supported; use {ORBAX}"
         )
     if into == SAFETENSORS and config.quantization is not None:
-        # compressed-tensors has no minimums, and all weights are alike.
+        # compressed-tensors has no minimums, and one quantisation for all weights.
         quantize = quantize or (NONE if config.quantization.dequantizable else "")
     try:
         config = with_quantization(family, config, quantize)
@@ -144,10 +143,10 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def compare(source: Path, target: Path, text: Path) -> str:
-    """What two checkpoints of one model make of a text, as a line.
+    """Compares how two checkpoints of one model predict a text. Returns a line.
 
     Raises:
-        CheckpointError: one cannot be loaded, or the text is not one of at least two tokens.
+        CheckpointError: a checkpoint cannot be loaded, or the text has fewer than two tokens.
         ConfigError: the tokenizer cannot be loaded.
         OSError: the text cannot be read.
     """
@@ -173,12 +172,12 @@ _MOST_CHARACTERS = 1 << 20
 
 
 def _cpu_mesh() -> Mesh:
-    """Of the CPU alone: an accelerator may be too small for the whole model."""
+    """A mesh of the CPU alone: an accelerator may be too small for the whole model."""
     return Mesh(np.asarray(jax.devices("cpu")[:1]), (TENSOR,))
 
 
 def _with_wide_tables(family: Family, config: ModelConfig) -> ModelConfig:
-    """The model with tables of the vocabulary as they are."""
+    """The model with tables of the vocabulary that are not quantised."""
     assert config.quantization is not None
     leaves: list[Leaf] = jax.tree.leaves(family.leaves(config))
     tables = {leaf.name for leaf in leaves if leaf.is_table}

@@ -5,8 +5,8 @@
     jaxserve keys revoke alice --file=keys.txt
     jaxserve serve --config.server.api_keys=keys.txt
 
-A key is shown once, on stdout; the file has its hash. Servers read a file that has changed within a
-second, and calls that run go on. A new key of an old name goes on with that one's batches.
+A key is shown once, on stdout; the file has its hash. Servers read a changed file within a second,
+and running calls continue. A new key with an old name takes over the batches of that name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Refused(Exception):
-    """The file does not go with what is asked."""
+    """The file does not fit the request."""
 
 
 def _new(name: str, limits: dict[str, Any], path: Path | None) -> None:

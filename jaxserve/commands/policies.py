@@ -1,4 +1,4 @@
-"""Lists the scheduling policies: what they do, where they come from, and whether a server takes it.
+"""Lists the scheduling policies: what they do, their source, and whether a server accepts them.
 
     jaxserve policies
     jaxserve policies edf
@@ -41,15 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def explained(policy: Policy) -> str:
-    """What the policy's classes say of it, its own first."""
+    """The docstrings of the policy's classes, its own first."""
     mro = type(policy).__mro__
     docs = [cls.__doc__ for cls in mro[: mro.index(Policy)] if cls.__doc__]
     return "\n\n".join(map(inspect.cleandoc, docs))
 
 
 def listing(name: str = "") -> dict[str, list[dict[str, Any]]]:
-    """policies: name, summary, source, deployable, parameters (default by name, as text).
-    variants: suffix, summary, source. name: of one policy, "" for all."""
+    """policies: name, summary, source, deployable, parameters (default by name, as text). variants:
+    suffix, summary, source. name: lists only this policy; "" for all."""
     known = policies()
     return {
         "policies": [_entry(policy) for policy in ([known[name]] if name else known.values())],
@@ -72,7 +72,7 @@ def _entry(policy: PolicyEntry) -> dict[str, Any]:
 
 
 def text(found: dict[str, list[dict[str, Any]]]) -> str:
-    """`listing` for people."""
+    """`listing` as text for people."""
     width = max(len(p["name"]) for p in found["policies"])
     lines = []
     for policy in found["policies"]:

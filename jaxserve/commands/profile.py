@@ -1,10 +1,10 @@
-"""Measures the engine's steps on the device there is, and fits a cost model to them.
+"""Measures the engine's steps on this device, and fits a cost model to them.
 
     jaxserve profile --config=tiny_cpu --out=tiny.json
     jaxserve simulate --system=tiny.json --workload=sharegpt --rate=2
 
-The engine and its flags are those of serve.py. What is written is a system for the simulator, with
-device and versions. Under two minutes for the model in the box on CPU, compilation included.
+The engine and its flags are those of serve.py. The result is a system for the simulator, with
+device and versions. Takes under two minutes for the built-in model on CPU, compilation included.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from jaxserve.writable import check_file
 
 DEFAULT_CONFIG = Path(base.__file__).parent / "tiny_cpu.py"
 ROUNDS = 7
-TIME_LIMIT = 60.0  # seconds after which no further round begins
-HOST_STEPS = 60  # of each request that the host's part is measured with
+TIME_LIMIT = 60.0  # seconds after which no further round starts
+HOST_STEPS = 60  # steps of each request that measures the host's part
 HOST_SINGLES = 8
-_QUALITY = ("r2", "mean_error", "worst_error", "leave_out_error")  # of a fit
+_QUALITY = ("r2", "mean_error", "worst_error", "leave_out_error")  # fields of a fit
 
 
 def shapes(
@@ -58,8 +58,8 @@ def shapes(
     hidden: bool = False,
     swaps: bool = False,
 ) -> list[Shape]:
-    """The shapes to measure: those that an engine times by itself (`step_profile.shapes`), and
-    more.
+    """The shapes to measure: more than those that an engine times by itself
+    (`step_profile.shapes`).
 
     They are every row bucket at four context lengths, every token bucket as one chunk and as
     several after different contexts, chunks beside decodes, and steps that sample.
@@ -124,18 +124,18 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     )
     taken: list[list[float]] = [[] for _ in wanted]
     begin = time.perf_counter()
-    # Round by round, so that a disturbance falls on one sample of many shapes, not all of one.
+    # In rounds, so that a disturbance affects one sample of many shapes, not all of one shape.
     for number in progress(range(1 + ROUNDS)):
         for times, shape in zip(taken, wanted, strict=True):
             times.append(timer.seconds(shape))
         if number > 1 and time.perf_counter() - begin > TIME_LIMIT:
             break
     samples = [
-        Sample(shape.features(timer.padding), statistics.median(times[1:]))  # the first warms up
+        Sample(shape.features(timer.padding), statistics.median(times[1:]))  # the first is warm-up
         for times, shape in zip(taken, wanted, strict=True)
     ]
     found = fit(samples, info.num_layers, scheduler.view.cost_model.model.experts)
-    # Copies were timed one way after the other, with nothing beside them.
+    # Copies were timed one direction at a time, with nothing beside them.
     model = dataclasses.replace(found.model, overlapped=engine.executor.copies_beside)
     found = dataclasses.replace(found, model=model)
     system = _system(info, limits, timer.padding, found)
@@ -144,9 +144,9 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
 
 
 def pivot(samples: Iterable[Sample]) -> dict[str, float]:
-    """The step size from which throughput was measured to be flat (AccelGen section 3.1), among
-    steps of prompts alone: its tokens and seconds, and the tokens of the largest such step.
-    ValueError if there are none."""
+    """The measured step size from which throughput is flat (AccelGen section 3.1), among steps of
+    prompts alone: its tokens and seconds, and the tokens of the largest such step. ValueError if
+    there are no such steps."""
     least: dict[int, float] = {}
     for sample in samples:
         step, seconds = sample.features, sample.seconds
@@ -163,8 +163,8 @@ def pivot(samples: Iterable[Sample]) -> dict[str, float]:
 
 def measure_host(engine: Any, system: System) -> HostOverhead:
     """Measures the engine thread's time for a step. Serves single requests one after the other,
-    then half as many at once as fit into a batch, and then twice as many, of which half wait.
-    Starts the engine if needed."""
+    then half as many at once as fit into a batch, and then twice as many, so that half of them
+    wait. Starts the engine if needed."""
     if engine._thread is None:
         engine.start()
     info, max_rows = engine.info(), system.max_rows or 1

@@ -36,11 +36,11 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
 
     Args:
         argv: the arguments, without the program's name.
-        name: what complaints begin with.
+        name: prefix of error messages.
 
     Returns:
-        The exit code: 0 after SIGTERM or ^C, 1 for an engine or a group of hosts that has failed,
-        2 for a flag or a config that cannot be served.
+        The exit code: 0 after SIGTERM or ^C, 1 if the engine or the group of hosts has failed, 2
+            for a flag or a config that cannot be served.
     """
     log_to_stderr()
     form, rank = TEXT, None
@@ -83,7 +83,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
 
             code = run_server(engine, config, options, on_ready, batches, http, access, traces)
         if code and rank is not None:
-            end_process(code)  # the other hosts have ended: JAX would wait for them
+            end_process(code)  # the other hosts have ended, and JAX would wait for them
         return code
     except (launch.UsageError, ConfigError, GroupError) as error:
         complain(f"{name}: {error}", form)

@@ -1,5 +1,5 @@
-"""From ml_collections' ConfigDict, which config files and `--config` flags are made of, to the tree
-and back."""
+"""Converts ml_collections' ConfigDict, made by config files and `--config` flags, to the tree of
+dataclasses and back."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxserve.config.tree import Config, config_from_dict
 
 
 def default_config_dict() -> ConfigDict:
-    """Every field with its default."""
+    """All fields with their defaults."""
     return ConfigDict(Config().as_dict())
 
 
 def config_from_config_dict(given: object, fields: Mapping[str, Any] | None = None) -> Config:
-    """The tree that all else is made of.
+    """The configuration tree of a ConfigDict.
 
     Args:
-        given: What a `get_config()` has returned, and flags have changed.
+        given: Result of a `get_config()`, changed by flags.
         fields: Other values of some fields, by name as `section__field`.
 
     Raises:
-        ConfigError: It is no ConfigDict, or not one with base.py's fields and their types, or a
-            value is out of its range.
+        ConfigError: It is not a ConfigDict, its fields or types are not those of base.py, or a
+            value is out of range.
     """
     if not isinstance(given, ConfigDict):
         raise ConfigError(f"config: get_config() returned {type(given).__name__}, not ConfigDict")

@@ -1,6 +1,6 @@
-"""What can be set, section by section: each field with its default, what it means, and its range.
+"""The settings, section by section: each field with its default, its meaning and its range.
 
-`--config.SECTION.FIELD=VALUE` sets one; `--help` shows what is said of each here.
+`--config.SECTION.FIELD=VALUE` sets a field; `--help` shows its description.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LOAD_FORMATS = (AUTO, "safetensors", "gguf", "orbax", "random")
 DTYPES = ("float32", "bfloat16", "float16")
 SMALL_CACHES = ("fp8", "int8")
 CACHE_DTYPES = (AUTO, *DTYPES, *SMALL_CACHES)
-TEXT, JSON = "text", "json"  # what logs can be
+TEXT, JSON = "text", "json"  # values of log_format
 MAX_SEED = 2**31 - 1
 MAX_LORAS = 256
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
@@ -48,7 +48,8 @@ def _require(fine: bool, problem: str) -> None:
 
 
 def _check(section: object, path: str, fine: bool, must: str) -> None:
-    """Refuses a value unless it is fine. path: SECTION.FIELD. must: what it has to be."""
+    """Raises ConfigError unless `fine`. path: SECTION.FIELD. must: the requirement, for the
+    message."""
     value = getattr(section, path.partition(".")[2])
     _require(fine, f"{path}{must}, got {value!r}")
 
@@ -231,12 +232,12 @@ class LoraConfig:
 
     @property
     def slots(self) -> int:
-        """How many may be loaded at once."""
+        """Most adapters loaded at once."""
         return self.max_loras or len(self.adapters)
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """`target_modules`, one by one."""
+        """`target_modules` as a tuple."""
         return _listed(self.target_modules)
 
 
@@ -504,12 +505,12 @@ class ServerConfig:
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """`cors_origins`, one by one."""
+        """`cors_origins` as a tuple."""
         return _listed(self.cors_origins)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """`allowed_hosts`, one by one."""
+        """`allowed_hosts` as a tuple."""
         return _listed(self.allowed_hosts)
 
 

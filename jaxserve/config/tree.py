@@ -1,4 +1,4 @@
-"""All sections as one tree, and from named values to it: made, and checked, here only."""
+"""All sections as one tree. Trees are made from named values, and checked, only here."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Config:
         engine: How steps are run.
         lora: Adapters beside the model.
         mesh: The devices.
-        model: What is served.
-        scheduler: Who is served next.
-        server: Where it listens.
-        telemetry: What an operator is told.
+        model: The served model.
+        scheduler: Which requests are served next.
+        server: Addresses, access and limits.
+        telemetry: Logs and traces.
     """
 
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -59,7 +59,7 @@ class Config:
             raise ConfigError(f"server.batch_in_flight: {limits}")
 
     def with_fields(self, **fields: Any) -> Config:
-        """The same with other values.
+        """The same configuration with other values.
 
         Args:
             fields: By name, `scheduler__max_rows=16`.
@@ -70,7 +70,7 @@ class Config:
         return config_from_dict(self.as_dict(), fields)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Sections of fields."""
+        """The fields by section."""
         return dataclasses.asdict(self)
 
 
@@ -80,14 +80,14 @@ DEFAULTS: Mapping[str, Any] = {
     for section, fields in _DEFAULT.as_dict().items()
     for name, value in fields.items()
 }
-"""By path, SECTION.FIELD: all fields there are."""
+"""All fields by path, SECTION.FIELD."""
 
 
 def config_from_dict(given: Mapping[str, Any], fields: Mapping[str, Any] | None = None) -> Config:
-    """The tree of plain values.
+    """The configuration tree of plain values.
 
     Args:
-        given: Sections of fields; all of them, and no others.
+        given: Fields by section; all of them, and no others.
         fields: Other values of some of them, by name as `section__field`.
 
     Raises:
@@ -117,7 +117,7 @@ def config_from_dict(given: Mapping[str, Any], fields: Mapping[str, Any] | None 
 
 
 def field_docs(section: str) -> dict[str, str]:
-    """By name of a field of the section: what its docstring says."""
+    """Descriptions of a section's fields, by name."""
     text = inspect.getdoc(getattr(_DEFAULT, section)) or ""
     found: dict[str, str] = {}
     name = ""
@@ -131,7 +131,7 @@ def field_docs(section: str) -> dict[str, str]:
 
 
 def section_docs() -> dict[str, str]:
-    """By name of a section: what it is."""
+    """Descriptions of the sections, by name."""
     return {
         name: (inspect.getdoc(section) or "").partition("\n")[0]
         for name, section in vars(_DEFAULT).items()
@@ -139,7 +139,7 @@ def section_docs() -> dict[str, str]:
 
 
 def did_you_mean_field(path: str) -> str:
-    """The end of a line about a path that is unknown: the nearest one, or all there are."""
+    """The end of a message about an unknown path: the nearest field, or all fields."""
     near = difflib.get_close_matches(path, DEFAULTS, n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; fields are {', '.join(DEFAULTS)}"
 

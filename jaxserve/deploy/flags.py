@@ -1,4 +1,4 @@
-"""Of the flags of `serve.py`, those that mean something to a replica."""
+"""The flags of `serve.py` that apply to a replica."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _ELSEWHERE = {
 
 
 def replica_config(given: Sequence[str], hosts: int = 1) -> Config:
-    """The config of a replica: configs/tiny_cpu.py with those flags, as serve.py takes them (they
-    may begin with a model), checked, over so many hosts. Raises ConfigError, also for a flag that
-    is somebody else's business here."""
+    """The config of a replica over this many hosts: configs/tiny_cpu.py with those flags, as
+    serve.py takes them (a model may come first), checked. Raises ConfigError, also for a flag that
+    has no effect on a replica."""
     values = flags.FlagValues()
     try:
         argv = ["replica", *launch.with_model(given)]

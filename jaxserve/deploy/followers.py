@@ -1,7 +1,7 @@
-"""The engine of a replica on Ray: where several hosts serve the model together, the replica leads
-in the first bundle of its placement group, and the actors that it starts in the others follow.
+"""The engine of a replica on Ray. If several hosts serve the model together, the replica leads in
+the first bundle of its placement group, and it starts actors in the others that follow.
 
-Ray ends these actors with the replica's process, however that ends; they end by themselves, too,
+Ray ends these actors with the replica's process, however that ends. They also end by themselves
 once they have lost it (`jaxserve.hosts`).
 """
 
@@ -22,14 +22,14 @@ from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.startup.launch import find_checkpoint
 from jaxserve.server.telemetry.logs import log_to_stderr
 
-_END_S = 10.0  # for followers that have been told to end
+_END_S = 10.0  # for followers that were told to end
 
 
 class HostFollower:
-    """The actor: one of the other hosts."""
+    """The actor on one of the other hosts."""
 
     def follow(self, config: Config, rank: Rank) -> None:
-        """Serves with the others until the leader ends. Raises ConfigError; where the leader is
+        """Serves with the other hosts until the leader ends. Raises ConfigError; if the leader is
         lost, the process ends."""
         log_to_stderr(config.telemetry.log_format)
         from jaxserve.engine.startup.follower_executor import follow_leader  # jax takes seconds
@@ -38,8 +38,8 @@ class HostFollower:
 
 
 class Followers:
-    """A `Starter` of all hosts but the first, each in its bundle of this process's placement group.
-    They live until `close`. Raises ConfigError where that has too few bundles."""
+    """A `Starter` of all hosts but the first, each in its own bundle of this process's placement
+    group. They live until `close`. Raises ConfigError if the group has too few bundles."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -92,7 +92,7 @@ class Followers:
 
 @contextlib.contextmanager
 def running_engine(config: Config, block_secret: bytes | None = None) -> Iterator[EngineClient]:
-    """The engine of a replica's config, started, until the exit. block_secret: as in
+    """The started engine for a replica's config, until the context ends. block_secret: see
     `build_engine`. Raises ConfigError."""
     from jaxserve.engine.startup.build import build_engine  # jax takes seconds
 
@@ -109,6 +109,6 @@ def running_engine(config: Config, block_secret: bytes | None = None) -> Iterato
 
 
 def _line(error: RayError) -> str:
-    """What was wrong: of an error that the actor raised, that one's own words."""
+    """The problem in one line; for an exception in the actor, its own message."""
     cause = getattr(error, "cause", None) or error
     return (str(cause).strip().splitlines() or [type(cause).__name__])[0]

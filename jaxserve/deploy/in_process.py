@@ -1,5 +1,5 @@
-"""Calls the frontends in the same process, without a port. The response comes out in pieces, each
-with all that is ready.
+"""Calls the frontends in the same process, without a port. Responses come in pieces, each with all
+parts that are ready.
 
 A piece is a list of parts. Those of the HTTP frontend are ASGI messages. Those of the gRPC frontend
 are serialized messages and, if the call has failed or has trailing metadata, a `Status` at the end.
@@ -88,7 +88,7 @@ def call_grpc(
 
 
 async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Parts:
-    """Yields what `run` passes to the function that it is given, in pieces."""
+    """Yields what `run` passes to its callback, in pieces."""
     waiting: list[Any] = []
     news = asyncio.Event()
 
@@ -111,9 +111,9 @@ async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Par
                 return
     finally:
         running.cancel()
-        await asyncio.wait([running])  # and whoever cancels this wait, does
+        await asyncio.wait([running])  # a task that cancels this wait cancels the call
         if not running.cancelled():
-            running.exception()  # nobody reads on to hear of it
+            running.exception()  # nobody reads on, so nobody would see it
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Context:
         return self._peer
 
     def time_remaining(self) -> float | None:
-        """None: whoever passes the call on keeps its deadline."""
+        """None: the proxy that passes the call on enforces its deadline."""
         return None
 
     async def read(self) -> bytes:
@@ -153,7 +153,7 @@ class _Context:
         self._say(message.SerializeToString())
 
     def set_trailing_metadata(self, trailing: Sequence[tuple[str, str]]) -> None:
-        """It comes last: the caller has written all messages."""
+        """Sent last: the caller has written all messages by then."""
         self._say(Status(OK, "", list(trailing)))
 
     async def abort(self, code: grpc.StatusCode, details: str, trailing: Any = ()) -> NoReturn:

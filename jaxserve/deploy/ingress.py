@@ -1,4 +1,4 @@
-"""The deployment that Ray Serve's proxies pass calls to. It estimates what a call will cost, has a
+"""The deployment that Ray Serve's proxies pass calls to. It estimates the cost of a call, has a
 replica of the engine answer it, and relays the answer."""
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ _SCOPE = ("type", "http_version", "method", "scheme", "path", "query_string", "h
 _GONE = (ReplicaLost, RayServeException, RayError)
 _METRICS = "/metrics"
 _RESET = "/reset_prefix_cache"
-_ALL_S = 5.0  # for all replicas to do what each of them has to
+_ALL_S = 5.0  # for all replicas to answer a call of a method
 
 
 class CallFailed(RuntimeError):
-    """A gRPC call failed with the status that its context has."""
+    """A gRPC call failed; its context has the status."""
 
 
 class Ingress:
     """Routes calls to the replicas of the engine.
 
     Args:
-        engine: their deployment.
-        flags: those of serve.py that they run with.
-        secret: of the keys that they make of prompts; None where routers do not look at these.
+        engine: the deployment of the replicas.
+        flags: flags of serve.py that they run with.
+        secret: secret of their keys of prompts; None if routers do not use these.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Ingress:
     # HTTP.
 
     async def __call__(self, request: Request) -> Response:
-        """Any call of the HTTP frontend."""
+        """Takes any call of the HTTP frontend."""
         return _Answer(self)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The ASGI application. An answer that breaks off ends with an error: as a whole where
-        nothing of it was sent, else as an event of a stream."""
+        """The ASGI application. An answer that breaks off ends with an error: as a whole if nothing
+        of it was sent, otherwise as an event of the stream."""
         begun = over = False
         try:
             messages = self._messages(scope, receive)
@@ -94,7 +94,7 @@ class Ingress:
             log.warning("%s", problem)
             if not begun:
                 await problem.response()(scope, receive, send)
-            elif not over:  # what has begun before it was whole is a stream of events
+            elif not over:  # a response that had begun is a stream of events
                 await send({"type": "http.response.body", "body": sse_event(problem.body())})
 
     async def _messages(self, scope: Scope, receive: Receive) -> AsyncGenerator[Message, None]:
@@ -106,7 +106,7 @@ class Ingress:
         if path == _METRICS and scope["method"] == "GET":
             async with aclosing(self._relayed(NOTHING, plain, body, arrived)) as messages:
                 head = await anext(messages)
-            if head["status"] == 200:  # a replica's door lets the client in
+            if head["status"] == 200:  # the replica has admitted the client
                 may_see = self._routing_requests.adapters_of(scope["headers"])
                 page = metrics_page(await self._metrics(), may_see)
                 for message in _whole(page, CONTENT_TYPE_LATEST):
@@ -137,11 +137,11 @@ class Ingress:
                     yield message
 
     async def _metrics(self) -> dict[str, list[Metric]]:
-        """Metrics of all running replicas, by name. Raises as `_of_all`."""
+        """Metrics of all running replicas, by name. Raises the errors of `_of_all`."""
         return dict(await self._of_all("metrics"))
 
     async def _of_all(self, method: str) -> list[Any]:
-        """What all running replicas answer. Raises RayServeException if one does not in time."""
+        """The answers of all running replicas. Raises RayServeException if a replica is late."""
         said = self._engine.broadcast(method).results_async(
             timeout_s=_ALL_S, return_exceptions=True
         )
@@ -152,7 +152,8 @@ class Ingress:
             raise RayServeException(why) from None
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises HTTPException for one that is too long, or comes too slowly; ClientDisconnect."""
+        """The body of a call. Raises HTTPException if it is too long or too slow;
+        ClientDisconnect."""
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
             return b""
         within = limited_receive(receive, scope, await self._longest())
@@ -166,11 +167,11 @@ class Ingress:
                 return bytes(body)
 
     async def _longest(self) -> int:
-        """Bytes of the longest body, which all replicas are alike in. Raises as a call does."""
+        """Most bytes of a body, the same for all replicas. Raises what a call raises."""
         if self._body_bytes is None:
             try:
                 sizes = await self._sizes.remote()
-            except ActorDiedError:  # another one may live
+            except ActorDiedError:  # another replica may be alive
                 sizes = await self._sizes.remote()
             self._body_bytes, block_size = sizes
             self._routing_requests.find_prefixes(block_size)
@@ -183,7 +184,7 @@ class Ingress:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """jaxserve.v1.Generation.Generate."""
         arrived = time.time()
-        with contextlib.suppress(*_GONE):  # the call itself will say so
+        with contextlib.suppress(*_GONE):  # the call itself will report it
             await self._longest()
         metadata = grpc_context.invocation_metadata() or ()
         routing_request = await self._routing_requests.from_grpc(message, metadata)
@@ -211,7 +212,7 @@ class Ingress:
     async def Score(
         self, message: pb.ScoreRequest, grpc_context: RayServegRPCContext
     ) -> pb.ScoreResponse:
-        """jaxserve.v1.Generation.Score, which goes to any replica, as /score does."""
+        """jaxserve.v1.Generation.Score, sent to any replica, like /score."""
         call = self._rpc("Score", message, grpc_context, NOTHING, time.time())
         found = [raw async for raw in call]
         return pb.ScoreResponse.FromString(found[0])
@@ -219,7 +220,7 @@ class Ingress:
     async def GetServerInfo(
         self, message: pb.GetServerInfoRequest, grpc_context: RayServegRPCContext
     ) -> pb.GetServerInfoResponse:
-        """jaxserve.v1.Generation.GetServerInfo, answered by any replica: they are all alike."""
+        """jaxserve.v1.Generation.GetServerInfo, answered by any replica, since all are alike."""
         call = self._rpc("GetServerInfo", message, grpc_context, NOTHING, time.time())
         found = [raw async for raw in call]
         return pb.GetServerInfoResponse.FromString(found[0])
@@ -232,7 +233,7 @@ class Ingress:
         routing_request: RoutingRequest,
         arrived: float,
     ) -> AsyncGenerator[bytes, None]:
-        """Its messages. Raises CallFailed, with the status in the context."""
+        """The messages of the response. Raises CallFailed, with the status in the context."""
         raw, method = message.SerializeToString(), f"/{_SERVICE}/{name}"
         metadata, peer = list(context.invocation_metadata()), context.peer()
         try:
@@ -255,27 +256,27 @@ class Ingress:
             _fail(context, code, str(_problem(error)))
 
     async def _pieces(self, method: Any, routing_request: RoutingRequest, *given: Any) -> Pieces:
-        """The answer of one replica. given: the call's arguments, and last the name of a replica to
-        avoid, or "". Raises ReplicaLost."""
+        """The answer of one replica. given: the call's arguments, the last one the name of a
+        replica to avoid, or "". Raises ReplicaLost."""
         *arguments, avoided = given
         answer = method.remote(*arguments, **{ROUTING_REQUEST: routing_request, AVOID: avoided})
         try:
             async for piece in answer:
                 yield piece
         except Unserved as error:
-            said = getattr(error, "cause", error)  # Ray's own error is of this kind, too
+            said = getattr(error, "cause", error)  # Ray's own error has the same type
             raise ReplicaLost(said.reason, dead=True, replica=said.replica) from None
         except (RayTaskError, TaskCancelledError):  # the replica's error; a client that has gone
             raise
-        except RayError as error:  # of its actor, its node, or what it has sent
+        except RayError as error:  # of its actor, its node, or its data
             dead = isinstance(error, ActorDiedError)
             raise ReplicaLost(_first_line(error), dead=dead) from None
         finally:
-            answer.cancel()  # whoever does not read on wants no more of it
+            answer.cancel()  # a reader that stops wants no more of it
 
 
 class _Answer(Response):
-    """What Ray Serve takes for a response, and calls as an ASGI application."""
+    """An ASGI application that Ray Serve takes for a response and calls."""
 
     def __init__(self, ingress: Ingress) -> None:
         super().__init__()
@@ -294,7 +295,7 @@ def _whole(content: bytes, content_type: str) -> list[Message]:
 
 
 def _problem(error: Exception) -> ApiError:
-    """The error for the client. Of an error inside the replica it has the type only."""
+    """The error for the client. Of an exception in the replica it shows only the type."""
     if isinstance(error, RayTaskError):
         return ApiError(500, f"internal error: {type(error.cause).__name__}", code="internal")
     return ApiError(503, _first_line(error), code="unavailable", retry_s=retry_s())

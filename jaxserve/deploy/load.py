@@ -1,4 +1,4 @@
-"""How many replicas a deployment should have, from the load of each."""
+"""The number of replicas that a deployment should have, given the load of each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-LATE = 0.5  # of a TTFT target, from where waiting for it is too long
-ATTAINED = 0.95  # of a class's requests that must meet their targets
-QUEUED = 0.25  # waiting requests, of those that a replica serves at once
-EARLY = 0.1  # of a TTFT target, up to where there may be fewer replicas
-ROOM = 0.6  # of what the others serve at once, that those of the one that goes may make it
-ENOUGH = 10  # requests of a class, with fewer of which its share says nothing
-MOST = 2.0  # times as many replicas, at once
+LATE = 0.5  # share of a TTFT target above which the wait is too long
+ATTAINED = 0.95  # share of a class's requests that must meet their targets
+QUEUED = 0.25  # waiting requests, as a share of those served at once
+EARLY = 0.1  # share of a TTFT target below which there may be fewer replicas
+ROOM = 0.6  # share of the others' capacity that the removed one's requests may fill
+ENOUGH = 10  # least requests of a class for its share to count
+MOST = 2.0  # most growth at once
 _ENDED, _MET = "ended:", "met:"
 
 
@@ -66,11 +66,11 @@ def attainment(loads: Sequence[Load]) -> dict[str, float]:
 
 def wanted_replicas(loads: Sequence[Load], now: int) -> int:
     """How many replicas there should be, given that there are `now`. loads: of the replicas that
-    reported.
+    have reported.
 
     More are wanted if the expected wait exceeds LATE of the TTFT target, requests queue, or a class
-    misses its targets while most rows are in use: in proportion, at most MOST times as many. One
-    fewer is wanted if nobody waits and the others have room for its requests.
+        misses its targets while most rows are in use: in proportion, at most MOST times as many.
+        One fewer is wanted if no request waits and the others have room for its requests.
     """
     if not loads:
         return now

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from jaxserve.server.telemetry.metrics import ADAPTER_LABELS, seen_adapters
 
 REPLICA = "replica"
-"""The label that says whose a sample is."""
+"""The label with the name of a sample's replica."""
 
 
 class _Gathered(Collector):
@@ -42,7 +42,7 @@ class _Gathered(Collector):
 
 
 def metrics_page(metrics: Mapping[str, Iterable[Metric]], may_see: Callable[[str], bool]) -> bytes:
-    """As Prometheus reads them.
+    """The page in Prometheus' format.
 
     Args:
         metrics: of each replica, by its name.

@@ -7,7 +7,7 @@
 docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the config file starts.
 """
 
-# Annotations are not postponed: Ray Serve looks at that of `app`, and makes its arguments of it.
+# Annotations are not postponed: Ray Serve reads the one of `app` to parse its arguments.
 import functools
 import os
 from collections import defaultdict
@@ -32,11 +32,11 @@ from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
 from jaxserve.engine.block_keys import SECRET_BYTES
 
 GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
-"""What `grpc_servicer_functions` of Ray Serve's config must have."""
-_CALLS = 100_000  # at once: it is the engines that say when there are too many
-_STOP_S = 30.0  # beyond the grace, until a replica that is to go is ended by force
+"""Value that `grpc_servicer_functions` of Ray Serve's config must contain."""
+_CALLS = 100_000  # at once: the engines enforce the limits
+_STOP_S = 30.0  # beyond the grace period, until a replica is killed
 _HEALTH_S, _HEALTH_TIMEOUT_S = 5.0, 30.0
-_LOOK_BACK_S = 15.0  # replicas say what they have seen every 10 s
+_LOOK_BACK_S = 15.0  # replicas report every 10 s
 
 
 def app(settings: Settings) -> Application:
@@ -67,8 +67,8 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    # All replicas and routers make the same keys of prompts. A new one comes with new `args`, which
-    # replace all replicas anyway.
+    # All replicas and routers derive the same keys of prompts. A new secret comes with new `args`,
+    # which replace all replicas anyway.
     secret = os.urandom(SECRET_BYTES)
     run = functools.partial(running_engine, block_secret=secret)
     bound = engine.bind(settings.flags, settings.hosts, run, replica_name)
@@ -81,8 +81,8 @@ def replica_name() -> str:
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-    """How many replicas there should be; Ray Serve keeps it within its bounds and delays. It has
-    the means over `look_back_period_s` of what each replica's `record_autoscaling_stats` said."""
+    """How many replicas there should be; Ray Serve applies its own bounds and delays. The context
+    has the means over `look_back_period_s` of every replica's `record_autoscaling_stats`."""
     by_replica: dict[Any, dict[str, float]] = defaultdict(dict)
     for name, values in (context.aggregated_metrics or {}).items():
         for replica, value in values.items():
@@ -92,7 +92,8 @@ def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 
 def _place(settings: Settings) -> dict[str, Any]:
-    """Where a replica runs: several hosts have a bundle each, and it is in the first."""
+    """Placement of a replica: with several hosts, each has a bundle, and the replica is in the
+    first."""
     given = {name: getattr(settings, name) for name in ("num_cpus", "num_gpus", "resources")}
     options: dict[str, Any] = {"ray_actor_options": given}
     if settings.hosts > 1:

@@ -1,9 +1,8 @@
-"""Passes a replica's answer on to the client, and retries on another replica if the first one is
-lost.
+"""Passes a replica's answer on to the client, and retries on another replica if the first is lost.
 
 A request is retried once, and only if its replica died, failed or was stopping before any part of
 the answer was passed on. What that replica had computed is lost. So a client never gets parts of
-two answers: one that breaks off after it has begun is not retried, but ends with an error.
+two answers: an answer that breaks off is not retried, but ends with an error.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ Pieces = AsyncGenerator[list[Any], None]
 
 
 class Unserved(RuntimeError):
-    """A replica that takes no more requests refuses a call of which it has answered nothing.
+    """A replica that takes no more requests refuses a call before answering any part of it.
 
     Args:
-        reason: why it takes none.
+        reason: why it takes no more.
         replica: its name.
     """
 
@@ -49,8 +48,8 @@ async def relay_response(send: Callable[[str], Pieces], tells: Callable[[Any], o
     Args:
         send: sends the call to a replica and yields its answer; the generator raises ReplicaLost.
             Its argument is the name of a replica to avoid if there are others, or "".
-        tells: whether a part of a piece has any of the answer in it. Parts before the first such
-            one (headers, say) are held back, since they do not rule out a retry.
+        tells: whether a part of a piece contains any of the answer. Parts before that (headers, for
+            example) are held back, so that a retry remains possible.
 
     Raises:
         ReplicaLost: the replica was lost and the call cannot be retried.

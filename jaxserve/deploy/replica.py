@@ -73,7 +73,7 @@ class EngineReplica:
         self._name = name()
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config.server)
-        # Another replica would not have it.
+        # The other replicas would not have it.
         options = dataclasses.replace(options, lora_root="")
         path = find_checkpoint(config).model.path
         self._template = template = load_chat_template(path, config.server)
@@ -115,7 +115,7 @@ class EngineReplica:
             body: the whole body.
             arrived: when its head had been read, in seconds of time.time(); None: now.
             routing_request: for the router only.
-            avoid: likewise.
+            avoid: for the router only.
 
         Raises:
             Unserved: nothing was answered, and the replica takes no more requests.
@@ -144,9 +144,9 @@ class EngineReplica:
             message: the request, serialized.
             metadata: of the call.
             peer: the client's address.
-            arrived: as of `http`.
+            arrived: see `http`.
             routing_request: for the router only.
-            avoid: likewise.
+            avoid: for the router only.
 
         Raises:
             Unserved: nothing was answered, and the replica takes no more requests.
@@ -174,16 +174,16 @@ class EngineReplica:
         return self._name, await asyncio.to_thread(lambda: list(self._metrics.registry.collect()))
 
     async def reset_prefix_cache(self) -> None:
-        """As `Engine.reset_prefix_cache`."""
+        """See `Engine.reset_prefix_cache`."""
         self._engine.reset_prefix_cache()
 
     async def sizes(self) -> tuple[int, int]:
-        """Bytes of the longest body that it takes, and tokens of a block of its prefix cache, 0 for
+        """Most bytes of a body that it takes, and tokens per block of its prefix cache, 0 for
         none."""
         info = self._engine.info()
         return self._frontends.body_bytes, info.block_size if info.prefix_caching else 0
 
-    # What Ray Serve asks of a replica, by its names.
+    # Methods that Ray Serve calls by name.
 
     async def check_health(self) -> None:
         """Raises RuntimeError if the engine has failed or stalled. The replica is then replaced."""
@@ -223,7 +223,7 @@ class EngineReplica:
         self._template.close()
         self._closing.close()
 
-    # What becomes of the engine.
+    # Changes of the engine's state.
 
     async def _on_stall(self, why: str | None) -> None:
         self._frontends.requests.stalled = why
@@ -238,6 +238,6 @@ class EngineReplica:
 
 
 def _monotonic(when: float | None) -> float:
-    """A time that another process has from time.time(), maybe on another host, whose clock may be
-    ahead of this one's: on the clock of this process, and not after now. None is now."""
+    """A time.time() of another process, maybe on another host whose clock is ahead, on the clock of
+    this process, and at most the current time. None is now."""
     return time.monotonic() - (0.0 if when is None else max(0.0, time.time() - when))

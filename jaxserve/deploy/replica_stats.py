@@ -1,4 +1,4 @@
-"""What a replica reports: a `Snapshot` to routers, and a `Load` to the autoscaler."""
+"""A replica's reports: a `Snapshot` for routers, and a `Load` for the autoscaler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_s
 from jaxserve.server.requests.engine_client import EngineClient
 
 WINDOW_S = 60.0
-"""For how long a request counts towards attainment, and its TTFT target towards the usual one."""
+"""How long a request counts towards attainment, and its TTFT target towards the usual one."""
 
 
 class ReplicaStats(Observer):
@@ -78,7 +78,7 @@ class ReplicaStats(Observer):
         cost, blocks = backlog.cost_model, info.num_blocks
         known = constant_fields(cost, backlog.policy, backlog.limits, blocks, info.block_size)
         taken = take_snapshot(backlog, unfinished, known, self._learned, draining=draining)
-        # With nothing to do it has not changed since; and what has stopped will not change.
+        # An idle replica has not changed since, and a stopped one will not change.
         age = self._clock() - backlog.time if unfinished and not draining else 0.0
         numbers: dict[str, Any] = taken.as_dict()
         numbers["time"] = self._wall() - age

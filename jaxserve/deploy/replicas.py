@@ -13,19 +13,19 @@ from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Snapshot
 
 ROUTING_REQUEST = "routing_request"
-"""The keyword argument of a call that says what it asks for."""
+"""The keyword argument of a call with its routing request."""
 AVOID = "avoid"
-"""The one that names the replica which has just said that it serves no more."""
+"""The keyword argument with the name of a replica that takes no more requests."""
 NOTHING = RoutingRequest(1)
-"""Of a call that generates nothing, or that will be refused."""
+"""Routing request of a call that generates nothing, or will be refused."""
 SNAPSHOT = "snapshot"
-"""What a replica's routing statistics call its snapshot."""
-_PLACES = 8  # to begin with
+"""Key of the snapshot in a replica's routing statistics."""
+_PLACES = 8  # at first
 
 
 class Replicas:
-    """The replicas that a router knows; others know them, too. routing: a name in `ROUTERS`;
-    ValueError for another. seed: of random choices; None for one of its own."""
+    """The replicas that a router knows; other routers use them, too. routing: a name in `ROUTERS`;
+    ValueError otherwise. seed: of random choices; None for a random one."""
 
     def __init__(self, routing: str, seed: int | None = None) -> None:
         self._fleet = Fleet(_PLACES)
@@ -38,8 +38,8 @@ class Replicas:
         return name in self._places
 
     def update(self, said: Mapping[Hashable, Mapping[str, Any] | None]) -> None:
-        """Takes in all replicas by name, with the latest snapshot of each (`Snapshot.as_dict`), or
-        None. A replica on which no request has ended is taken to have outputs as long as the
+        """Updates all replicas by name, with the latest snapshot of each (`Snapshot.as_dict`), or
+        None. A replica on which no request has ended is assumed to have outputs as long as the
         others': otherwise it would seem to be free at once and get every request."""
         for name in [name for name in self._places if name not in said]:
             self.lose(name)

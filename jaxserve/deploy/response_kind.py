@@ -1,4 +1,4 @@
-"""What kind of answer a part of a response is, which decides whether the call can be retried."""
+"""The kind of each part of a response, which decides whether the call can be retried."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _EVENT = b"data: "
 
 
 class ResponseKind(enum.IntEnum):
-    """NOTHING: no part of the answer yet, such as headers, or that targets are given up; it is
-    falsy. ANSWER: a part of it, or an error of the call's own. FAILURE: the server could not serve
-    the call."""
+    """NOTHING: no part of the answer yet, such as headers, or that targets are given up; falsy.
+    ANSWER: a part of the answer, or an error caused by the call. FAILURE: the server could not
+    serve the call."""
 
     NOTHING = 0
     ANSWER = 1
@@ -28,7 +28,7 @@ class ResponseKind(enum.IntEnum):
 
 
 def http_response_kind(message: Mapping[str, Any]) -> ResponseKind:
-    """An ASGI message of the HTTP frontend."""
+    """The kind of an ASGI message of the HTTP frontend."""
     if message["type"] == "http.response.start":
         return ResponseKind.FAILURE if message["status"] >= 500 else ResponseKind.NOTHING
     body = message.get("body", b"")
@@ -38,7 +38,7 @@ def http_response_kind(message: Mapping[str, Any]) -> ResponseKind:
 
 
 def grpc_response_kind(part: Any) -> ResponseKind:
-    """A part of the gRPC frontend's."""
+    """The kind of a part of the gRPC frontend's response."""
     if isinstance(part, Status):
         failed = part.code in ("UNAVAILABLE", "INTERNAL")
         return ResponseKind.FAILURE if failed else ResponseKind.ANSWER
@@ -63,8 +63,8 @@ def _of_event(event: bytes) -> ResponseKind:
 
 
 def _before_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a choice has only what may come before there is a token: whose turn it is in a chat,
-    or that targets are given up."""
+    """Whether a choice has only what may come before the first token: the role in a chat, or that
+    targets are given up."""
     delta = choice.get("delta") or {}
     if choice.get("text") or delta.get("content") or choice.get("finish_reason"):
         return False
@@ -72,7 +72,7 @@ def _before_text(choice: Mapping[str, Any]) -> bool:
 
 
 def _only_given_up(part: bytes) -> bool:
-    """The same of a serialized message, which may be another method's."""
+    """`_before_text` for a serialized message, which may belong to another method."""
     try:
         found = pb.GenerateResponse.FromString(part)
     except DecodeError:

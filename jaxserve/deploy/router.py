@@ -1,6 +1,6 @@
-"""Ray Serve's `RequestRouter` over `sched/routing`: which replica a request goes to.
+"""Ray Serve's `RequestRouter` over `sched/routing`: chooses the replica for a request.
 
-Each handle has a router of its own, and no router knows of another.
+Each handle has its own router, and routers do not know of each other.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from jaxserve.sched.routing.routers import NoReplica
 
 class SnapshotRouter(RequestRouter):
     """Routes by snapshots of the replicas. Its keyword arguments in Ray Serve's configuration are
-    `routing`, a name in `ROUTERS`, and `seed`, of random choices; without it each router has one
-    of its own."""
+    `routing`, a name in `ROUTERS`, and `seed`, of random choices; without it, each router has a
+    random one."""
 
     def initialize_state(self, *, routing: str = "slo", seed: int | None = None) -> None:
         """Called by Ray Serve, once. Raises ValueError for an unknown routing."""
         self._known = Replicas(routing, seed)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Takes in which replicas there are, and their latest snapshots."""
+        """Updates the replicas and their latest snapshots."""
         super().update_replicas(replicas)
         said = {each.replica_id: (each.routing_stats or {}).get(SNAPSHOT) for each in replicas}
         self._known.update(said)
@@ -45,7 +45,7 @@ class SnapshotRouter(RequestRouter):
                 self._known.avoid(name)
         try:
             name = self._known.choose(_ask(pending_request), time.time())
-        except NoReplica:  # it is not known yet that the last one of them has gone
+        except NoReplica:  # the last replica has gone, which is not known yet
             return [candidate_replicas]
         chosen = there.pop(name, None)
         rest = list(there.values())
@@ -54,11 +54,11 @@ class SnapshotRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
-        """Counts the request as the replica's until its next snapshot."""
+        """Counts the request towards the replica until its next snapshot."""
         self._known.sent(replica_id, _ask(pending_request), time.time())
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Routes nothing there any more."""
+        """Stops routing to the replica."""
         super().on_replica_actor_died(replica_id)
         self._known.lose(replica_id)
 

@@ -1,5 +1,5 @@
-"""What a router needs to know of a call before it is sent to a replica: how much it has to compute,
-and its targets."""
+"""What a router needs to know of a call before it is sent to a replica: its amount of work and its
+targets."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _KINDS: Mapping[str, type[Targeted]] = {
     POOLING: EmbeddingRequest,
 }
 _INLINE_CHARS = 2000  # encoding takes about a microsecond a character
-_MANY_TOKENS = 1 << 30  # of a text that is too long to be served, and will be refused
+_MANY_TOKENS = 1 << 30  # for a text that is too long and will be refused
 
 
 _Message = pb.GenerateRequest | pb.EmbedRequest
-_Prompt = tuple[int, Sequence[int]]  # how many tokens, and which; none where nobody knows
+_Prompt = tuple[int, Sequence[int]]  # number of tokens, and their ids; empty if unknown
 
 
 class RoutingRequestBuilder:
-    """Makes them of calls, by the tokenizer, the chat template and the SLO classes of a config. For
-    a call that a replica will refuse it makes NOTHING: the replica says what is wrong.
+    """Makes routing requests of calls, with the tokenizer, the chat template and the SLO classes of
+    a config. A call that a replica will refuse becomes NOTHING: the replica says what is wrong.
 
     Args:
-        config: The replicas'.
-        secret: Of the keys that they make of prompts; None where routers do not look at these.
+        config: Configuration of the replicas.
+        secret: Secret of their keys of prompts; None if routers do not use these.
     """
 
     def __init__(self, config: Config, secret: bytes | None = None) -> None:
@@ -79,7 +79,7 @@ class RoutingRequestBuilder:
         self._block_size = 0
 
     def find_prefixes(self, block_size: int) -> None:
-        """Replicas have prefix caches, with so many tokens a block; 0 for none."""
+        """Sets the block size of the replicas' prefix caches, in tokens; 0 for none."""
         self._block_size = block_size
         if self._secret is not None and self._callers is not None and block_size:
             self._block_keys = BlockKeys(block_size, shared=self._shared, secret=self._secret)
@@ -87,7 +87,7 @@ class RoutingRequestBuilder:
     async def from_http(
         self, path: str, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
     ) -> RoutingRequest:
-        """For a body that was sent to a path of the HTTP frontend, with these headers."""
+        """The routing request of a body that was sent to a path of the HTTP frontend."""
         kind = _KINDS.get(path)
         if kind is None:
             return NOTHING
@@ -97,7 +97,7 @@ class RoutingRequestBuilder:
     async def from_grpc(
         self, message: _Message, metadata: Iterable[tuple[str, str | bytes]] = ()
     ) -> RoutingRequest:
-        """For a message of Generate or Embed, with that metadata."""
+        """The routing request of a message of Generate or Embed."""
         slow = message.ByteSize() > _INLINE_CHARS
         return await _made(functools.partial(self._from_message, message, metadata), slow=slow)
 
@@ -141,14 +141,15 @@ class RoutingRequestBuilder:
     def adapters_of(
         self, headers: Iterable[tuple[str | bytes, str | bytes]]
     ) -> Callable[[str], bool]:
-        """Whether a call's key may use an adapter; none where nobody here knows the key."""
+        """Whether a call's key may use an adapter; false for all if this host does not know the
+        key."""
         try:
             return (lambda _: False) if self._callers is None else self._caller(headers).may_use
         except Unauthenticated:
             return lambda _: False
 
     def _caller(self, headers: Iterable[tuple[str | bytes, str | bytes]]) -> Caller:
-        """Whose call it is, with what it says of targets. Raises Unauthenticated."""
+        """The call's tenant, with its service level. Raises Unauthenticated."""
         given = list(headers)
         found = Caller() if self._callers is None else self._callers.caller(authorization(given))
         found.target_headers = target_headers(given)
@@ -162,7 +163,7 @@ class RoutingRequestBuilder:
         salt: str,
         hint: str,
     ) -> RoutingRequest:
-        """With what routers know the prompts by: what all of them have in common."""
+        """Adds the keys by which routers know the prompts: those that all prompts share."""
         if self._block_keys is None or made is NOTHING:
             return made
         tenant = caller.name
@@ -182,8 +183,8 @@ class RoutingRequestBuilder:
         *,
         told: bool,
     ) -> RoutingRequest:
-        """n: continuations of each prompt. told: whether its tokens' log-probabilities are, for
-        which they are computed by each."""
+        """n: continuations of each prompt. told: whether the prompts' log-probabilities are
+        returned, since each continuation then computes them."""
         if not 1 <= n <= MAX_N:
             return NOTHING
         asked = ((name, getattr(level.slo, name)) for name in TARGETS)
@@ -208,7 +209,7 @@ class RoutingRequestBuilder:
         return self._prompt(prompt) if isinstance(prompt, str) else (len(prompt), prompt)
 
     def _prompt(self, text: str, *, special: bool = True) -> _Prompt:
-        """Its tokens; one a character where nobody knows."""
+        """The tokens of a text; one per character if there is no tokenizer."""
         try:
             tokens = self._tokenizer.encode(text, _MANY_TOKENS, special=special)
         except InvalidRequest:
@@ -226,8 +227,8 @@ def _common(marks: Sequence[bytes]) -> bytes:
 
 
 def _callers(config: Config) -> Keys | None:
-    """Who has which API key. None where the file is not on this host: nobody can say whose blocks a
-    prompt's would be, nor of which class."""
+    """The API keys. None if the file is not on this host: then neither the tenant nor the class of
+    a call is known."""
     try:
         return access_settings(config.server).keys
     except ConfigError as error:
@@ -236,7 +237,7 @@ def _callers(config: Config) -> Keys | None:
 
 
 async def _made(make: Callable[[], RoutingRequest], *, slow: bool) -> RoutingRequest:
-    """slow: beside the event loop."""
+    """Makes a routing request. slow: on another thread than the event loop's."""
     try:
         return await asyncio.to_thread(make) if slow else make()
     except (ApiError, InvalidRequest, QueueFull, Unauthenticated):

@@ -1,5 +1,5 @@
-"""What a deployment can be told: `serve run jaxserve.deploy.ray:app NAME=VALUE`, or `args` in the
-config of `serve deploy`."""
+"""Settings of a deployment: `serve run jaxserve.deploy.ray:app NAME=VALUE`, or `args` in the config
+of `serve deploy`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from jaxserve.sched.routing.routers import ROUTERS
 
 ENGINE, INGRESS = "engine", "ingress"
-"""What Ray Serve calls the two deployments."""
+"""Ray Serve's names of the two deployments."""
 
 
 class Settings(BaseModel):
-    """flags: of serve.py, for every replica; a text is split as a shell does. routing: of
-    `ROUTERS`. replicas: to begin with, and at least; max_replicas: more than
-    that many are added and taken away by load. ingresses: that ask what calls cost, each with a
-    router of its own. hosts: that serve the model together, as one replica. num_cpus, num_gpus,
-    resources: that Ray gives to each host. snapshot_s: seconds between a replica's snapshots.
+    """flags: flags of serve.py for every replica; a text is split like in a shell. routing: a name
+    in `ROUTERS`. replicas: initial and least number; max_replicas: if larger, replicas are added
+    and removed by load. ingresses: number of processes that estimate the cost of calls, each with
+    its own router. hosts: number of hosts that serve the model together, as one replica. num_cpus,
+    num_gpus, resources: what Ray gives to each host. snapshot_s: seconds between a replica's
+    snapshots.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -51,7 +52,7 @@ class Settings(BaseModel):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What each host gets, by Ray's names."""
+        """Resources of each host, by Ray's names."""
         named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: count for name, count in named.items() if count > 0}
 

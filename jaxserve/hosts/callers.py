@@ -1,4 +1,4 @@
-"""Who connects to a leader while its group gathers: followers, and whoever else finds the port."""
+"""Accepts connections to a leader while its group gathers: from followers, and from strangers."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from collections.abc import Callable
 from jaxserve.hosts.channel import Channel
 from jaxserve.hosts.link import PATIENCE_S
 
-MOST = 64  # who have connected and not said who they are
-_LOOK_S = 0.5  # between two looks at whether it is over, where nothing else says so
+MOST = 64  # most connections that have not identified themselves
+_LOOK_S = 0.5  # interval of checks whether gathering is over
 
 
 class Callers:
-    """Takes in whoever connects, and hears them each on a thread of its own, so that nobody waits
-    for those who say nothing. Where MOST of these are there, the first to have come is let go for
-    the next one: followers speak at once.
+    """Accepts connections, and hears each on its own thread, so that silent ones delay nobody. If
+    there are MOST silent connections, the oldest is dropped for the next one: followers speak at
+    once.
 
-    listener: stays its owner's. hear(channel, address) is the index of a follower; None, and it has
-    closed the channel, for anybody else.
+    listener: still owned by the caller. hear(channel, address) returns the index of a follower; for
+        anybody else it returns None and closes the channel.
     """
 
     def __init__(self, listener: socket.socket, hear: Callable[[Channel, str], int | None]) -> None:
         self._listener, self._hear = listener, hear
         self._came: queue.SimpleQueue[tuple[int, Channel]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._silent: dict[Channel, None] = {}  # in the order in which they came
+        self._silent: dict[Channel, None] = {}  # in order of arrival
         self._over = False
         listener.settimeout(_LOOK_S)
         self._thread = threading.Thread(target=self._accept, name="jaxserve-callers", daemon=True)
         self._thread.start()
 
     def next(self, timeout_s: float) -> tuple[int, Channel] | None:
-        """The next follower, by its index; None if none comes within so many seconds."""
+        """The next follower and its index; None if none comes within `timeout_s`."""
         try:
             return self._came.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
             return None
 
     def close(self, let_go: Callable[[Channel], None]) -> None:
-        """Nobody else is taken in, and those whom `next` has not returned are let go."""
+        """Stops accepting. Connections that `next` has not returned are let go."""
         with self._lock:
             self._over, silent = True, list(self._silent)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # it wakes who waits there
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         self._thread.join()
         while (late := self.next(0.0)) is not None:
             silent.append(late[1])
@@ -61,7 +61,7 @@ class Callers:
                 channel = Channel(connection, PATIENCE_S)
             except TimeoutError:
                 continue
-            except OSError:  # it has gone again, or there are no more files to open
+            except OSError:  # it has closed already, or files have run out
                 if not self._over:
                     time.sleep(_LOOK_S)
                 continue

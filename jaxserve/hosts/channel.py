@@ -10,7 +10,7 @@ import time
 
 from jaxserve.hosts.messages import LENGTH, Message, unpack
 
-MAX_BYTES = 1 << 28  # of a message; the largest are masks of 256 rows, some megabytes
+MAX_BYTES = 1 << 28  # per message; the largest are masks of 256 rows, some megabytes
 
 
 class Closed(ConnectionError):
@@ -36,15 +36,15 @@ def receive_exactly(connection: socket.socket, size: int, deadline: float | None
 
 
 class Channel:
-    """One end of a connection, which becomes its own. Any thread may send, one receives.
+    """One end of a connection, which it owns. Any thread may send, one receives.
 
-    stuck_s: seconds after which a message that nobody takes is an error.
+    stuck_s: seconds after which a message that is not received is an error.
     """
 
     def __init__(self, connection: socket.socket, stuck_s: float) -> None:
         self._socket = connection
         connection.settimeout(None)
-        # A message is sent when it is there: the next one may depend on it.
+        # Messages are sent at once, since the next one may depend on the answer.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         seconds, rest = divmod(stuck_s, 1)
         limit = struct.pack("ll", int(seconds), int(rest * 1e6))
@@ -52,7 +52,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Raises Closed."""
+        """Sends a message. Raises Closed."""
         frame = message.frame
         try:
             with self._sending:
@@ -76,7 +76,7 @@ class Channel:
             raise Closed(str(error)) from error
 
     def close(self) -> None:
-        """Idempotent; a `receive` that waits raises Closed."""
+        """Idempotent; a waiting `receive` raises Closed."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -21,15 +21,15 @@ from jaxserve.hosts.rank import GroupError, Rank
 log = logging.getLogger(__name__)
 
 HELLO, WELCOME, HERE, ALL_HERE = "hello", "welcome", "here", "all here"
-_HELLO_S = 5.0  # for whoever has connected to say who it is
-HELLO_BYTES = 1 << 16  # of what is said before both sides know each other
-_LOGGED = 80  # characters of a value that somebody unknown has sent
+_HELLO_S = 5.0  # for a new connection to identify itself
+HELLO_BYTES = 1 << 16  # most bytes of a message before both sides know each other
+_LOGGED = 80  # most logged characters of a stranger's value
 OTHER = "its versions or configuration are not the leader's, whose log says where they differ"
-"""What a host hears that is refused: whoever reaches the port may ask, so it is told no values."""
-_LOOK_S = 0.5  # between two looks at followers that may not come
+"""Reason for a refused host. Anybody who reaches the port gets it, so it contains no values."""
+_LOOK_S = 0.5  # interval of checks whether followers can still come
 LAST_S = 5.0
-"""Seconds after which the process ends, once a host is lost or the leader has failed, whatever else
-it is about to do."""
+"""Seconds until the process ends after a host is lost or the leader has failed, whatever else it is
+doing."""
 
 
 class Group:
@@ -40,7 +40,7 @@ class Group:
 
     Args:
         channels: from `gather`, by host index.
-        coordinator: where JAX is to coordinate, as "host:port".
+        coordinator: address at which JAX coordinates, "host:port".
     """
 
     def __init__(self, channels: Mapping[int, Channel], coordinator: str) -> None:
@@ -52,7 +52,7 @@ class Group:
             Link(channel, f"host {index}", self._lose) for index, channel in channels.items()
         ]
         for channel, link in zip(channels.values(), self._links, strict=True):
-            with contextlib.suppress(Closed):  # then the link finds that out
+            with contextlib.suppress(Closed):  # the link will report it
                 channel.send(Message(WELCOME, {"coordinator": coordinator}))
             link.start()
 
@@ -62,7 +62,7 @@ class Group:
             link.send(message)
 
     def answers(self) -> list[Message]:
-        """The next message of each follower, in the order of their indices; waits for them."""
+        """The next message of each follower, in the order of their indices. Blocks."""
         return [link.receive() for link in self._links]
 
     def barrier(self) -> None:
@@ -72,7 +72,7 @@ class Group:
         self.broadcast(Message(ALL_HERE))
 
     def hurry(self) -> None:
-        """All of them serve, see `Link.hurry`."""
+        """All hosts serve now, see `Link.hurry`."""
         for link in self._links:
             link.hurry()
 
@@ -111,7 +111,7 @@ class Group:
                 return
             self._why, tell = why, self._on_loss
             if tell is not None:
-                _end_soon()  # first: whatever comes next may wait, a log that nobody reads as well
+                _end_soon()  # first, since logging may block
             self._lost.set()
         log.error("the group of hosts is lost: %s", why)
         if tell is None:
@@ -128,20 +128,20 @@ def _end_soon() -> None:
 
 
 class Starter(Protocol):
-    """Starts the followers, where a leader does."""
+    """Starts the followers, if the leader has to."""
 
     def start(self, coordinator: str) -> None:
-        """The leader listens there, "host:port"."""
+        """Starts the followers; the leader listens at this address, "host:port"."""
 
     def problem(self) -> str | None:
-        """Why one of them does not come, in one line; None while all may."""
+        """Why a follower will not come, in one line; None while all may still come."""
 
 
 def gather(
     rank: Rank, profile: Mapping[str, Any], starter: Starter | None = None
 ) -> dict[int, Channel]:
-    """Waits for all followers, by index, whose `profile` is this one's; who has another one is
-    refused, and the log says why. starter: None where others start them. Raises GroupError."""
+    """Waits for all followers, by index. A host whose `profile` differs is refused, and the log
+    says why. starter: None if somebody else starts them. Raises GroupError."""
     try:
         listener = socket.create_server((rank.address, rank.port), family=rank.family)
     except OSError as error:
@@ -190,7 +190,7 @@ def _all_of(callers: Callers, rank: Rank, starter: Starter | None) -> dict[int, 
 
 
 def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, Any]) -> int | None:
-    """The index of who has connected; None, and it is told why, if it does not belong here."""
+    """The index of a new connection; None, after telling it why, if it does not belong here."""
     try:
         message = channel.receive(_HELLO_S, HELLO_BYTES)
         index, theirs = message.fields.get("index"), message.fields.get("profile")

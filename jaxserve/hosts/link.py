@@ -1,5 +1,5 @@
-"""One end of the connection between the leader and a follower in a group: ordered messages, and
-heartbeats both ways that tell a dead host from one that has nothing to say."""
+"""One end of the connection between the leader and a follower: ordered messages, and heartbeats in
+both directions that distinguish a dead host from a silent one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxserve.hosts.messages import BadMessage, Message
 
 BEAT_S = 1.0
 PATIENCE_S = 7.0
-"""Seconds after which a host that says nothing, or does not get on, counts as gone."""
+"""Seconds after which a host that is silent or makes no progress counts as gone."""
 START_S = 60.0
-"""The same while hosts start: nobody is served yet, and compiling leaves little to others."""
+"""PATIENCE_S while hosts start: nothing is served yet, and compiling slows heartbeats down."""
 
 BEAT, FAILED, CLOSE = "beat", "failed", "close"
 
@@ -32,11 +32,11 @@ class Link:
         peer: name of the other side, for errors.
         on_loss: called once with the reason if the other side is lost, on a thread of the link or
             on one that sends.
-        patience_s: as PATIENCE_S; in force from `hurry` on. It is counted in this side's own
-            heartbeats, so that a pause of this process is not held against the other side.
+        patience_s: see PATIENCE_S; in force from `hurry` on. It is counted in this side's own
+            heartbeats, so that a pause of this process is not blamed on the other side.
 
     Attributes:
-        peer: as given.
+        peer: name of the other side.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Link:
         self._over = threading.Event()  # closed, or lost
         self._now = self._heard = 0.0
         self._sent = self._received = 0
-        self._done = self._done_there = 0  # of what was received, here and on the other side
+        self._done = self._done_there = 0  # of the received ones, on both sides
         self._marks: deque[tuple[float, int]] = deque()
         self._threads = [
             threading.Thread(target=run, name=f"jaxserve-{name}", daemon=True)

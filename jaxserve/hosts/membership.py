@@ -17,18 +17,18 @@ from jaxserve.hosts.rank import GroupError, Rank
 
 log = logging.getLogger(__name__)
 
-_AGAIN_S = 0.25  # between two attempts to reach a leader that is not there yet
+_AGAIN_S = 0.25  # between attempts to reach the leader
 _CONNECT_S = 5.0
 
 
 def join_group(rank: Rank, profile: Mapping[str, Any]) -> tuple[Link, str]:
-    """The link to the leader, and where its JAX coordinates, as "host:port". Where the leader is
-    lost later on, the process ends with exit code 1. Raises GroupError."""
+    """The link to the leader, and where its JAX coordinates, as "host:port". If the leader is lost
+    later, the process ends with exit code 1. Raises GroupError."""
     deadline = time.monotonic() + rank.wait_s
     channel = _connect(rank, deadline)
     try:
         channel.send(Message(HELLO, {"index": rank.index, "profile": dict(profile)}))
-        # It waits for the others, too.
+        # The leader waits for the other hosts, too.
         message = channel.receive(rank.wait_s + _CONNECT_S, HELLO_BYTES)
     except (Closed, BadMessage, TimeoutError) as error:
         raise GroupError(f"mesh.coordinator: {rank.coordinator} does not go on: {error}") from error

@@ -1,9 +1,9 @@
 """Messages between hosts: a name, plain fields and arrays, as bytes.
 
-    4 bytes, big-endian: the length of what follows
+    4 bytes, big-endian: the length of the rest
     4 bytes, big-endian: the length of the header
     header: JSON, [name, fields, [[dtype, shape] of each array]]
-    the arrays, one behind the other, C order
+    the arrays one after the other, in C order
 
 A message is data only: nothing in it is executed.
 """
@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 LENGTH = struct.Struct("!I")
-_DTYPE = re.compile(r"[<>|][iufb]\d{1,2}")  # of arrays: numbers
+_DTYPE = re.compile(r"[<>|][iufb]\d{1,2}")  # of arrays of numbers
 
 
 class BadMessage(ValueError):
-    """Bytes that are no message."""
+    """Bytes that are not a message."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Message:
     """A message between hosts.
 
     Attributes:
-        name: what it is.
+        name: its type.
         fields: JSON values by name.
-        arrays: of numbers.
+        arrays: arrays of numbers.
     """
 
     name: str
@@ -45,8 +45,7 @@ class Message:
 
     @functools.cached_property
     def frame(self) -> bytes:
-        """The message as bytes, with its length in front. Encoded once, for all hosts that it is
-        sent to."""
+        """The message as bytes, with its length in front. Encoded once for all receiving hosts."""
         described = [[array.dtype.str, array.shape] for array in self.arrays]
         header = json.dumps([self.name, self.fields, described], separators=(",", ":")).encode()
         arrays = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in self.arrays]
@@ -63,7 +62,7 @@ def unpack(content: bytes) -> Message:
         name, fields, described = json.loads(content[LENGTH.size : at])
         arrays = []
         for code, shape in described:
-            if not _DTYPE.fullmatch(code):  # before numpy makes something of it
+            if not _DTYPE.fullmatch(code):  # before numpy interprets it
                 raise BadMessage(f"arrays of {code!r} are not sent")
             dtype, count = np.dtype(code), math.prod(shape)
             arrays.append(np.frombuffer(content, dtype, count, at).reshape(shape))

@@ -1,4 +1,4 @@
-"""Ending the process where its threads cannot be ended: they wait for hosts that are gone."""
+"""Ends the process when its threads cannot be ended because they wait for hosts that are gone."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 import threading
 from typing import NoReturn
 
-_WRITE_S = 5.0  # for what is still to be written, should somebody read it
+_WRITE_S = 5.0  # for pending output, if anybody reads it
 
 
 def end_process(code: int) -> NoReturn:
-    """Here and now; what was logged and printed is written first, where that is read."""
+    """Ends the process at once, after writing pending logs and output if anybody reads them."""
     last = threading.Thread(target=_write_out, name="jaxserve-last-words", daemon=True)
-    with contextlib.suppress(RuntimeError):  # the interpreter ends already, and starts none
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending already
         last.start()
         last.join(_WRITE_S)
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Which host of a group this process is on, and where their leader listens."""
+"""Which host of a group this process is, and where the leader listens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from jaxserve.config import MeshConfig
 
-_WAIT_S = 60  # for a cluster that answers questions about itself
+_WAIT_S = 60  # for the cluster to answer questions about itself
 _MAX_HOSTS_WAIT_S = 86400.0
 
 
 class GroupError(ValueError):
-    """The hosts cannot form a group; the message is one line and names the config's field."""
+    """The hosts cannot form a group; the message is one line and names the config field."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Rank:
     """The place of this process in a group of hosts.
 
     Attributes:
-        address: where the leader listens.
-        port: likewise; 0 is any free one, in the leader's own rank only.
+        address: address at which the leader listens.
+        port: its port; 0 is any free one, in the leader's own rank only.
         hosts: number of hosts.
         index: this host's number; 0 is the leader.
         wait_s: seconds within which all hosts have to join.
@@ -38,7 +38,7 @@ class Rank:
 
     @property
     def leads(self) -> bool:
-        """Whether this one schedules and serves."""
+        """Whether this host schedules and serves."""
         return self.index == 0
 
     @property
@@ -53,9 +53,9 @@ class Rank:
 
 
 def find_rank(mesh: MeshConfig) -> Rank | None:
-    """Finds this process's rank from the config's section `mesh`. What is not given there comes
-    from the cluster that JAX detects (TPU pods, SLURM, Kubernetes Jobs). None for a single host.
-    Raises GroupError."""
+    """Finds this process's rank from the config's section `mesh`. Unset values come from the
+    cluster that JAX detects (TPU pods, SLURM, Kubernetes Jobs). None for a single host. Raises
+    GroupError."""
     hosts, coordinator, index = mesh.hosts, mesh.coordinator, mesh.host_index
     if hosts < 0:
         raise GroupError(f"mesh.hosts must be at least 1 (0: as the cluster says), got {hosts}")
@@ -83,7 +83,7 @@ def check_wait(seconds: float) -> None:
 
 
 def check_tensor(tensor: int, hosts: int) -> None:
-    """Raises GroupError where so many devices are not as many on each host."""
+    """Raises GroupError unless the devices divide evenly among the hosts."""
     if tensor % hosts:
         raise GroupError(
             f"mesh.tensor must be a multiple of the {hosts} hosts, as many devices on each of "
@@ -94,14 +94,14 @@ def check_tensor(tensor: int, hosts: int) -> None:
 def _of_cluster(
     coordinator: str, hosts: int, index: int
 ) -> tuple[str, int, int, tuple[int, ...] | None]:
-    """What is given, and the rest as JAX finds it."""
-    # Not public, but `jax.distributed.initialize` has no other way to say what it has found before
-    # it acts upon it, and then a mistake ends the process.
+    """The given values, completed by what JAX finds."""
+    # Not public, but `jax.distributed.initialize` cannot report what it has found before it acts on
+    # it, and then a mistake ends the process.
     clusters = importlib.import_module("jax._src.clusters")
     given = (coordinator or None, hosts or None, None if index == -1 else index, None)
     try:
         found = clusters.ClusterEnv.auto_detect_unset_distributed_params(*given, None, _WAIT_S)
-    except Exception as error:  # whatever the cluster's own client raises
+    except Exception as error:  # any exception of the cluster's own client
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise GroupError(f"mesh.coordinator: the cluster does not say: {reason}") from error
     names = ("mesh.coordinator", "mesh.hosts", "mesh.host_index")

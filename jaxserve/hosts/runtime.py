@@ -10,17 +10,17 @@ import jax
 
 from jaxserve.hosts.rank import GroupError, Rank
 
-# Hosts that are lost are noticed by the group's own beats, and long before: what JAX does then is
-# to abort the process, with many lines.
+# The group's own heartbeats notice lost hosts long before JAX, which would abort the process with
+# many lines of output.
 _HEARTBEAT_S = 100
 _SHUTDOWN_S = 10
 
 
 @contextmanager
 def reserved_address(rank: Rank) -> Iterator[str]:
-    """Where JAX may coordinate: at the leader's address, on a free port, which meanwhile nobody
-    else is given. JAX can listen there: its gRPC shares ports (SO_REUSEPORT), as this does, and a
-    socket that does not listen takes no connection from it."""
+    """An address where JAX may coordinate: the leader's, with a free port that nobody else gets
+    while the context lasts. JAX can listen there, because its gRPC shares ports (SO_REUSEPORT) like
+    this socket, and a socket that does not listen takes no connections from it."""
     with closing(socket.socket(rank.family, socket.SOCK_STREAM)) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         place.bind((rank.address, 0))
@@ -29,10 +29,10 @@ def reserved_address(rank: Rank) -> Iterator[str]:
 
 
 def start_jax(rank: Rank, address: str) -> None:
-    """Every process of the group calls it, before anything else of JAX's is used; afterwards
-    `jax.devices` are those of all. address: as the leader has it of `reserved_address`.
+    """Starts JAX over all hosts. Every process of the group calls it before any other use of JAX;
+    afterwards `jax.devices` has the devices of all hosts. address: the leader's `reserved_address`.
     Raises GroupError."""
-    # Else it takes SIGTERM for itself.
+    # Otherwise it would handle SIGTERM.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(

@@ -1,5 +1,4 @@
-"""A Ray cluster on this machine alone, with a deployment in it: for a demonstration, and for
-tests."""
+"""A Ray cluster on this machine alone, with a deployment in it: for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -18,27 +17,27 @@ HOST = "127.0.0.1"
 APP = "jaxserve"
 READY_S = 600.0  # until replicas serve; a first start compiles
 _SLOW = {
-    # Ray Serve's own deadlines are for machines whose processors are idle.
+    # Ray Serve's own deadlines assume that processors are idle.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
-    "RAY_worker_niceness": "0",  # 15 as Ray has it
+    "RAY_worker_niceness": "0",  # Ray's default is 15
 }
 _STORE_BYTES = 100 << 20  # the least is 75 MiB; answers are small
 
 
 class NotReady(TimeoutError):
-    """The deployment is not what it should be after so long."""
+    """The deployment has not reached the expected state in time."""
 
 
 class Cluster:
-    """http: where OpenAI's API is, "http://host:port/v1". grpc: "host:port"."""
+    """http: address of the OpenAI API, "http://host:port/v1". grpc: "host:port"."""
 
     def __init__(self, http_port: int, grpc_port: int) -> None:
         self.http, self.grpc = f"http://{HOST}:{http_port}/v1", f"{HOST}:{grpc_port}"
 
     def deploy(self, settings: Settings) -> float:
-        """Has the application run with these settings; seconds until it does. Those of its replicas
+        """Deploys the application with these settings. Returns the seconds until it runs. Replicas
         that may stay do. Raises NotReady."""
         from ray import serve
 
@@ -59,22 +58,22 @@ class Cluster:
         return time.monotonic() - began
 
     def _problems(self) -> list[str]:
-        """What Ray Serve says of the deployments, the last line of each: of a traceback, that which
-        says what was wrong."""
+        """Problems of the deployments as Ray Serve reports them, the last line of each: of a
+        traceback, that is the error."""
         from ray import serve
 
         told = serve.status().applications[APP].deployments.values()
         return [each.message.strip().splitlines()[-1] for each in told if each.message.strip()]
 
     def replicas(self) -> int:
-        """Engines that run; those not counted that are to go."""
+        """Number of running engines, without those that are being removed."""
         from ray import serve
 
         deployments = serve.status().applications[APP].deployments
         return int(deployments[ENGINE].replica_states.get("RUNNING", 0))
 
     def wait(self, condition: Callable[[], object], what: str, seconds: float = READY_S) -> float:
-        """Until the condition holds; how long that took. Raises NotReady."""
+        """Waits until the condition holds. Returns the seconds. Raises NotReady."""
         began = time.monotonic()
         while not condition():
             if time.monotonic() - began > seconds:
@@ -83,20 +82,20 @@ class Cluster:
         return time.monotonic() - began
 
     def processes(self) -> list[int]:
-        """Process ids of the engines; of those over several hosts, the leaders'. Only where there
-        is /proc."""
+        """Process ids of the engines; for engines over several hosts, of the leaders. Needs
+        /proc."""
         return _titled(f"ray::ServeReplica:{APP}:{ENGINE}")
 
     def followers(self) -> list[int]:
-        """Process ids of their other hosts. Likewise."""
+        """Process ids of the engines' other hosts. Needs /proc."""
         return _titled("ray::HostFollower")
 
 
 @contextlib.contextmanager
 def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Iterator[Cluster]:
-    """Runs one meanwhile, with nothing deployed. cpus: that Ray believes there are, whatever the
-    machine has. Ports: 0 takes free ones. Ray Serve's HTTP proxy listens on HOST alone, its gRPC
-    proxy on all addresses, of which it leaves nobody a choice."""
+    """Runs a cluster with nothing deployed while the context lasts. cpus: number that Ray is told,
+    whatever the machine has. Ports: 0 takes free ones. Ray Serve's HTTP proxy listens on HOST only,
+    its gRPC proxy on all addresses, which cannot be changed."""
     with _environment({**_SLOW, "RAY_USAGE_STATS_ENABLED": "0"}):
         import ray
         from ray import serve
@@ -114,21 +113,21 @@ def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Itera
             _node_ip_address=HOST,
         )
         try:
-            with contextlib.suppress(RayError):  # a proxy that takes longer is there later
+            with contextlib.suppress(RayError):  # a slow proxy comes later
                 serve.start(
                     http_options={"host": HOST, "port": http},
                     grpc_options={"port": grpc, "grpc_servicer_functions": [GRPC]},
                 )
             yield Cluster(http, grpc)
         finally:
-            with contextlib.suppress(Exception):  # what is broken is ended with the processes
+            with contextlib.suppress(Exception):  # the processes end in any case
                 serve.shutdown()
             ray.shutdown()
 
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Has them in the environment meanwhile, where they are not set already."""
+    """Sets these environment variables while the context lasts, unless they are set already."""
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)
     try:
@@ -139,21 +138,21 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _processes() -> Iterator[tuple[int, int, bytes]]:
-    """(id, parent's id, command line) of all that run."""
+    """(id, parent's id, command line) of all running processes."""
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended
+        with contextlib.suppress(OSError):  # the process has just ended
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             yield int(folder.name), parent, (folder / "cmdline").read_bytes()
 
 
 def _titled(title: str) -> list[int]:
-    """Of our own processes, the ids of those whose command line begins so."""
+    """Ids of our own processes whose command line begins with the title."""
     ours, begins = _descendants(), title.encode()
     return [pid for pid, _, words in _processes() if pid in ours and words.startswith(begins)]
 
 
 def _descendants() -> set[int]:
-    """Ids of the processes that this one has started, and those that they have; and its own."""
+    """Ids of this process and of all its descendants."""
     parents = {pid: parent for pid, parent, _ in _processes()}
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -162,8 +161,8 @@ def _descendants() -> set[int]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, for a server that is still to start. Systems take the ports of
-    connections from 32768 or 49152 on: nobody is given this one by chance meanwhile."""
+    """A port that nobody listens on, for a server that is yet to start. Systems take ports of
+    connections from 32768 or 49152 on, so no connection takes this one by chance."""
     for port in random.SystemRandom().sample(range(20000, 32768), 100):
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind((HOST, port))

@@ -29,15 +29,15 @@ _MISSING = "Ray is not installed: pip install 'ray[serve]>=2.56'"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 after Ctrl-C or SIGTERM, 1 where the deployment does not run, 2 for a wrong
+    """Exit codes: 0 after Ctrl-C or SIGTERM, 1 if the deployment does not run, 2 for a wrong
     flag."""
     parser = Parser(prog="python -m jaxserve.deploy.local.demo", description=__doc__)
-    parser.add_argument("--replicas", type=int, default=2, help="of the engine (2)")
+    parser.add_argument("--replicas", type=int, default=2, help="replicas of the engine (2)")
     parser.add_argument("--hosts", type=int, default=1, help="processes of each replica (1)")
-    parser.add_argument("--routing", default="slo", help="which of them gets a request (slo)")
-    parser.add_argument("--flags", default="", help="of serve.py, for every replica")
+    parser.add_argument("--routing", default="slo", help="how a replica is chosen (slo)")
+    parser.add_argument("--flags", default="", help="flags of serve.py for every replica")
     parser.add_argument(
-        "--num_cpus", type=float, default=1.0, help="that Ray gives to each host (1)"
+        "--num_cpus", type=float, default=1.0, help="CPUs that Ray gives to each host (1)"
     )
     parser.add_argument("--http_port", type=_port, default=0, help="0: any free one (0)")
     parser.add_argument("--grpc_port", type=_port, default=0, help="0: any free one (0)")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValidationError as error:
         first = error.errors()[0]
         where, text = first["loc"], first["msg"].removeprefix("Value error, ")
-        parser.error(f"--{where[0]}: {text}" if where else f"--{text}")  # else it names them itself
+        parser.error(f"--{where[0]}: {text}" if where else f"--{text}")  # or the text names them
     except ConfigError as error:
         parser.error(f"--{error}")
     if importlib.util.find_spec("ray") is None:
@@ -78,13 +78,13 @@ def _serve(settings: Settings, http_port: int, grpc_port: int) -> int:
         cluster.deploy(settings)
         print(ready_text(cluster, settings, time.monotonic() - began), flush=True)
         while not over.wait(0.5):
-            pass  # a signal that another thread catches is handled at the next turn
+            pass  # signals caught by other threads are handled in the next iteration
         print("stopping", file=sys.stderr)
     return 0
 
 
 def ready_text(cluster: Cluster, settings: Settings, seconds: float) -> str:
-    """What to print once calls are taken."""
+    """The text to print once the deployment takes calls."""
     hosts = f" of {settings.hosts} hosts" if settings.hosts > 1 else ""
     prompt = '{"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0}'
     return "\n".join(
