@@ -1,1 +1,1 @@
-"""Presets: one `get_config()` a file."""
+"""Presets: each file has a `get_config()`."""

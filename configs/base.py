@@ -1,7 +1,7 @@
-"""Every field there is, with its default; a preset starts from here and changes some.
+"""All fields with their defaults, which presets start from and change.
 
-Not a preset of its own: it names no model. Any field can be set on the command line,
-`--config.scheduler.max_rows=16`; `jaxserve serve --help` shows what is said of each in
+Not a preset itself, since it names no model. Any field can be set on the command line,
+`--config.scheduler.max_rows=16`; `jaxserve serve --help` explains each, as does
 jaxserve/config/sections.py.
 """
 
@@ -11,5 +11,5 @@ from jaxserve.config.config_dict import default_config_dict
 
 
 def get_config() -> ConfigDict:
-    """What `jaxserve serve`, the bench and the notebook take."""
+    """The configuration that `jaxserve serve`, the bench and the notebook start from."""
     return default_config_dict()

@@ -5,7 +5,7 @@
     jaxserve serve llama_3_8b --load_format=random
 
 Other Llama-style models (Llama 2, Yi, Mistral, Qwen) are served the same way. On GPUs JAX takes
-only three quarters of the memory unless the variable says otherwise. By arithmetic, not measured:
+only three quarters of the memory unless the variable is set. Calculated, not measured:
 the weights take 15 GiB and a token of K and V 128 KiB, so that 40 GB hold about 150,000 tokens.
 With several devices add `--config.mesh.tensor=2`.
 """

@@ -1,10 +1,10 @@
-"""OPT-125M in float32 on a CPU. Random weights unless a checkpoint is given.
+"""OPT-125M in float32 on a CPU, with random weights by default.
 
     jaxserve serve opt_125m_cpu
     jaxserve serve opt_125m_cpu --model=/path/to/opt-125m
 
-docs/performance.md has what to expect: this is the configuration that is measured there. Random
-weights write noise, at the same speed. 0.5 GiB of weights and 1 GiB of pool.
+docs/performance.md has measurements with this configuration. Random weights write noise, at the
+same speed. It has 0.5 GiB of weights and 1 GiB of pool.
 """
 
 from ml_collections import ConfigDict
@@ -20,9 +20,9 @@ def get_config() -> ConfigDict:
     config.model.load_format = "random"
     config.model.dtype = "float32"
     config.cache.memory_gib = 1.0
-    # Gathering blocks of 32 tokens is faster on CPU than of 16: fewer, longer copies.
+    # On a CPU, gathering blocks of 32 tokens is faster than of 16: fewer, longer copies.
     config.cache.block_size = 32
-    # The steps of longer requests would take minutes to compile, for few who send them to a CPU.
+    # Steps for longer requests take minutes to compile, and few are sent to a CPU.
     config.engine.max_model_len = 1024
     config.scheduler.max_batch_tokens = 1024
     return config

@@ -4,10 +4,10 @@
     jaxserve serve opt_13b_a100_40g --model=/path/to/opt-13b
     jaxserve serve opt_13b_a100_40g --load_format=random
 
-The first takes a Hugging Face directory, or the same converted (`jaxserve convert`),
-which loads faster. JAX takes only three quarters of the memory unless the variable says otherwise.
-By arithmetic, not measured: the weights take 24 GiB and leave room for about 15,000 tokens of K
-and V (0.78 MiB a token), 25 requests of 600 tokens at once.
+The first command takes a Hugging Face directory, or one converted by `jaxserve convert`, which
+loads faster. JAX takes only three quarters of the memory unless the variable is set. Calculated,
+not measured: the weights take 24 GiB and leave room for about 15,000 tokens of K and V (0.78 MiB
+per token), 25 requests of 600 tokens at once.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
     pip install grpcio-tools==1.80.0
     python -m tools.generate_proto [OUT_DIR]
 
-Generated code needs at least the protobuf and grpcio that its generator came with, so the committed
+Generated code needs at least the generator's versions of protobuf and grpcio, so the committed
 files are made with the oldest supported grpcio-tools; newer runtimes accept them.
 """
 
@@ -26,7 +26,7 @@ PACKAGE = "jaxserve.server.proto"
 def generate(out_dir: Path) -> list[Path]:
     """Writes X_pb2.py, its .pyi and X_pb2_grpc.py of each X.proto into `out_dir`.
 
-    Raises FileNotFoundError without a .proto (an installed package does not carry it), and
+    Raises FileNotFoundError without a .proto (an installed package does not contain it), and
     RuntimeError if protoc fails; protoc itself prints why.
     """
     for path in (PROTO_DIR / name for name in PROTO_FILES):
@@ -35,7 +35,7 @@ def generate(out_dir: Path) -> list[Path]:
     written = []
     with tempfile.TemporaryDirectory() as scratch:
         flags = [f"--{plugin}_out={scratch}" for plugin in ("python", "pyi", "grpc_python")]
-        # In a process of its own: it brings another copy of protobuf's C++ code.
+        # In a separate process, since it loads another copy of protobuf's C++ code.
         command = [
             sys.executable,
             "-m",
@@ -60,8 +60,8 @@ def _in_package(text: str) -> str:
 
 
 def main() -> int:
-    """Writes into the package, or into the folder given as the one argument. Exit codes: 0, 1 where
-    another grpcio-tools than the oldest supported one would write the committed files."""
+    """Writes into the package, or into the folder that is the only argument. Exit codes: 0, or 1 if
+    the committed files would be written by another grpcio-tools than the oldest supported one."""
     out_dir = Path(sys.argv[1]) if len(sys.argv) > 1 else OUT_DIR
     tools = importlib.metadata.version("grpcio-tools")
     if tools != OLDEST_TOOLS and out_dir == OUT_DIR:

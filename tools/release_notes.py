@@ -1,8 +1,8 @@
-"""A release's notes: its version's section of CHANGELOG.md.
+"""The notes of a release: its version's section in CHANGELOG.md.
 
     python -m tools.release_notes v0.2.0
 
-The tag's version has to be jaxserve's own. Needs nothing but Python, for the release.
+The tag's version must be jaxserve's own. Needs only Python.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tools.repository import ROOT, address
 
 
 class NoRelease(ValueError):
-    """One line says why the tag is none of a release."""
+    """Says in one line why this is no release's tag."""
 
 
 def notes(tag: str, root: Path = ROOT) -> str:
-    """The section, its links leading to the files of that tag.
+    """The section, with links to the files of that tag.
 
     Args:
         tag: vX.Y.Z.
         root: of the clone.
 
     Raises:
-        NoRelease: it is no such tag, or another version's, or nothing is said of it.
+        NoRelease: The tag is malformed or of another version, or has no section.
     """
     version = tag.removeprefix("v")
     if tag == version or not re.fullmatch(r"\d+\.\d+\.\d+", version):

@@ -1,10 +1,10 @@
-"""Where the project is published, from its one place: `[tool.jaxserve]` of pyproject.toml.
+"""Where the project is published, as `[tool.jaxserve]` in pyproject.toml says.
 
-    python -m tools.repository           # `make address`: writes what follows from it
-    python -m tools.repository --check   # or says which files are not in accord
+    python -m tools.repository           # `make address`: writes the address into files
+    python -m tools.repository --check   # or lists files that differ
     python -m tools.repository --image   # prints the image's name
 
-Empty, nothing names an address. It needs nothing but Python, for the release.
+If it is empty, no file names an address. Needs only Python.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "begin: python -m tools.repository", "end"
 GITHUB = "https://github.com/"
 COLAB = "https://colab.research.google.com"
-# A host that belongs to nobody (RFC 2606), where manifests need some name.
+# A reserved host name (RFC 2606), for manifests before there is an address.
 NO_IMAGE = "registry.example.com/jaxserve"
 TAGS = "(?:cpu|cuda12|tpu)"
 
 
 class BadAddress(ValueError):
-    """One line says what is wrong."""
+    """Says in one line what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Address:
     """Where the project is published.
 
     Attributes:
-        repository: of the repository, https://HOST/OWNER/NAME; "" where there is none yet.
-        image: the image's name without a tag, HOST/OWNER/NAME; "" likewise.
+        repository: Address of the repository, https://HOST/OWNER/NAME; "" if there is none yet.
+        image: Name of the image without a tag, HOST/OWNER/NAME; "" likewise.
 
     Raises:
-        BadAddress: it is neither.
+        BadAddress: A field is malformed.
     """
 
     repository: str = ""
@@ -55,7 +55,7 @@ class Address:
             raise BadAddress(f"image = {self.image!r} is not HOST/OWNER/NAME in small letters")
 
     def badge(self, notebook: str) -> str:
-        """Opens the notebook in Colab, which knows GitHub; "" elsewhere."""
+        """The link that opens the notebook in Colab; "" unless the repository is on GitHub."""
         if not self.repository.startswith(GITHUB):
             return ""
         path = f"{self.repository.removeprefix(GITHUB)}/blob/main/notebooks/{notebook}"
@@ -67,14 +67,13 @@ class Address:
 
 
 def address(root: Path = ROOT) -> Address:
-    """What the one place says. Raises BadAddress."""
+    """Reads the address. Raises BadAddress."""
     said = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["jaxserve"]
     return Address(said["repository"], said["image"])
 
 
 def written(root: Path = ROOT) -> dict[Path, str]:
-    """Each file with something that follows from the address, as it should be. Raises
-    BadAddress."""
+    """Each file that contains the address, with its correct text. Raises BadAddress."""
     at = address(root)
     found = {}
     for name, change in _files(root):
@@ -97,7 +96,7 @@ def _files(root: Path) -> Iterator[tuple[str, Callable[[str, Address], str]]]:
 
 
 def _between(text: str, lines: list[str]) -> str:
-    """`text` with these lines between its marks."""
+    """`text` with these lines between its markers."""
     parts = re.fullmatch(
         rf"(.*?^[^\n]*{BEGIN}[^\n]*\n).*?(^(?:#|<!--) {END}\b.*)", text, re.S | re.M
     )
@@ -158,10 +157,10 @@ def _notebook(text: str, at: Address, name: str) -> str:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> str:
-    """The command. Returns what it prints; raises BadAddress."""
+    """Runs the command and returns its output. Raises BadAddress."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if that differs")
-    parser.add_argument("--at", default="", help="with --check, what the repository has to be")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if files differ")
+    parser.add_argument("--at", default="", help="with --check, the expected repository")
     parser.add_argument("--image", action="store_true", help="print the image's name")
     asked = parser.parse_args(arguments)
     at = address(root)

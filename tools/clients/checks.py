@@ -1,9 +1,9 @@
-"""What each client's script has in common: it runs its checks and prints a line of JSON for each.
+"""What the clients' scripts share: they run checks and print a line of JSON for each.
 
-A script is started by `run_clients.py` with BASE_URL and MODEL among its variables, where the
-client is installed and nothing of jaxserve. A check is a function that returns a few words, or
-nothing, and raises where the client did not get what it had asked for. What the model says is not
-judged: only what holds of any text, such as that arguments are valid.
+`run_clients.py` starts a script with BASE_URL and MODEL as environment variables, in an environment
+with the client but without jaxserve. A check is a function that returns a few words or nothing, and
+raises if the client did not get what it asked for. Checks ignore the quality of the text; they test
+what holds for any text, such as valid arguments.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CHECKS: list[tuple[str, str, Callable[[], Any]]] = []
 
 
 def check(what: str, needs: str = "/v1/chat/completions") -> Callable[[Any], Any]:
-    """Registers a function as the check of `what`. needs: a path; a server without it is not
-    asked."""
+    """Registers a function as the check of `what`. needs: a path without which the check is
+    skipped."""
 
     def register(function: Callable[[], Any]) -> Callable[[], Any]:
         _CHECKS.append((what, needs, function))
@@ -47,7 +47,7 @@ def check(what: str, needs: str = "/v1/chat/completions") -> Callable[[Any], Any
 
 
 def is_weather(arguments: Any) -> None:
-    """Raises AssertionError unless they are arguments by CITY."""
+    """Raises AssertionError unless these arguments are valid for CITY."""
     assert isinstance(arguments, dict), arguments
     assert set(arguments) == {"city", "days"}, arguments
     assert arguments["city"] in ("Paris", "Rome", "Oslo"), arguments
@@ -55,10 +55,10 @@ def is_weather(arguments: Any) -> None:
 
 
 def main() -> None:
-    """Runs the checks of the script. Exits with 1 where one has failed."""
+    """Runs the script's checks. Exits with 1 if one has failed."""
     with urllib.request.urlopen(f"{BASE_URL.removesuffix('/v1')}/openapi.json") as answer:
         paths = json.load(answer)["paths"]
-    failed, loop = False, asyncio.Runner()  # one, as clients keep connections of theirs
+    failed, loop = False, asyncio.Runner()  # one loop, as clients keep connections open
     for what, needs, function in _CHECKS:
         if needs not in paths:
             print(json.dumps({"what": what, "outcome": f"not tried: no {needs}"}), flush=True)

@@ -21,7 +21,7 @@ class Weather(BaseModel):
 
 
 def asks(mode: instructor.Mode) -> Callable[[], str]:
-    """A check of a mode."""
+    """Makes the check of a mode."""
 
     def ask() -> str:
         plain = openai.OpenAI(base_url=BASE_URL, api_key=KEY, max_retries=0)
@@ -36,7 +36,7 @@ def asks(mode: instructor.Mode) -> Callable[[], str]:
         try:
             found = instructor.from_openai(plain, mode=mode).chat.completions.create(**asked)
         except (IncompleteOutputException, InstructorRetryException) as error:
-            # Any object is right in this mode; the model has to know which, and when to end it.
+            # Any object is valid in this mode; the model must know which object to write.
             if mode is not instructor.Mode.JSON or "Error code" in str(error):
                 raise
             return "called; the model's object was another one"

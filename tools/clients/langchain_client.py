@@ -90,7 +90,7 @@ async def many() -> None:
     chat = model(max_tokens=8)
 
     def asked(number: int, salt: str) -> dict[str, Any]:
-        fields = {"cache_salt": f"{salt}{number}"}  # each computes all of its prompt
+        fields = {"cache_salt": f"{salt}{number}"}  # so that each prompt is computed
         return {"input": f"Count to {number}.", "extra_body": fields}
 
     answers = await asyncio.gather(*(chat.ainvoke(**asked(k, "whole")) for k in range(COUNT)))

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any, Literal
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it fetches a list of prices
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise it downloads prices
 
 import litellm
 from checks import ASK, BASE_URL, CITY, KEY, MODEL, check, is_weather, main

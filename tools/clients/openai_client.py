@@ -25,7 +25,7 @@ CHOICE: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
 class Weather(BaseModel):
-    """As CITY has it."""
+    """The same schema as CITY."""
 
     model_config = ConfigDict(extra="forbid")
     city: Literal["Paris", "Rome", "Oslo"]
@@ -71,7 +71,7 @@ def auto() -> str:
     whole = client.chat.completions.create(**asked, temperature=0).choices[0]
     calls = whole.message.tool_calls or ()
     assert calls or whole.message.content
-    if whole.finish_reason == "length":  # which stream() would raise
+    if whole.finish_reason == "length":  # stream() would raise
         return "the model did not come to an end"
     assert (whole.finish_reason == "tool_calls") == bool(calls)
     for call in calls:
@@ -128,7 +128,7 @@ def json_modes() -> None:
 
 
 def white_space() -> dict[str, int]:
-    """A bias to white space: the model would write nothing but that, if it could."""
+    """A bias that makes the model write only white space, if it is allowed to."""
     root = openai.OpenAI(base_url=BASE_URL.removesuffix("/v1"), api_key=KEY)
     found: dict[str, int] = {}
     for text in (" ", "  ", "\n", "\n\n", "\t"):
@@ -160,7 +160,7 @@ def responses() -> None:
 def streamed_responses() -> None:
     text, last = "", None
     with client.responses.stream(model=MODEL, input=ASK, max_output_tokens=24) as stream:
-        for event in stream:  # the last is of another type where a limit cuts the text off
+        for event in stream:  # the last type differs if a limit cuts off the text
             text += event.delta if event.type == "response.output_text.delta" else ""
             last = event
     assert last is not None and last.type in ("response.completed", "response.incomplete")

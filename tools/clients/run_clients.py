@@ -1,12 +1,12 @@
-"""Runs other people's clients against a server, and writes what came of it into docs/clients.md.
+"""Runs other people's clients against a server, and writes the results into docs/clients.md.
 
     python tools/clients/run_clients.py
     python tools/clients/run_clients.py --only=langchain,litellm --model=smollm2
 
-Each client has a script here, its versions in requirements/, and an environment of its own in
-.venv-clients/, made when it is missing or its requirements have changed. The server is in this
-process, on a free port, with SmolLM2, or the model in the box where that cannot be had. With --only
-the page stays as it is.
+Each client has a script here, its versions in requirements/, and its own environment in
+.venv-clients/, made if it is missing or its requirements have changed. The server is in this
+process, on a free port, with SmolLM2, or with the model in the box if SmolLM2 is not available.
+With --only the page is not changed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ CLIENTS = {
     "pydantic_ai": "pydantic-ai-slim",
     "litellm": "litellm",
 }
-"""By name, the package whose version is told."""
+"""By name, the package whose version is shown."""
 TIMEOUT_S = 1200
 FIELDS = {
     "server__http_port": 0,
-    "model__dtype": "float32",  # in which a text is the same beside whichever others
+    "model__dtype": "float32",  # texts do not depend on the batch
     "engine__max_model_len": 2048,
     "scheduler__max_rows": 4,
     "cache__memory_gib": 0.3,
@@ -52,7 +52,7 @@ FIELDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 1 where a check has failed."""
+    """Returns the exit code: 1 if a check has failed."""
     args = parse(argv)
     names = args.only.split(",") if args.only else list(CLIENTS)
     for name in names:
@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     known = ", ".join(CLIENTS)
-    parser.add_argument("--only", default="", help=f"of {known}; with commas between them")
-    parser.add_argument("--model", default="", help="smollm2 where there is one")
+    parser.add_argument("--only", default="", help=f"names, separated by commas, of {known}")
+    parser.add_argument("--model", default="", help="default: smollm2 if available")
     args = parser.parse_args(argv)
     for name in filter(None, args.only.split(",")):
         if name not in CLIENTS:
@@ -93,18 +93,18 @@ def served(model: str) -> Config:
     except ConfigError as error:
         if model:
             raise
-        print(f"the model in the box, for want of another: {error}", file=sys.stderr)
+        print(f"using the model in the box: {error}", file=sys.stderr)
         less = {**FIELDS, "engine__max_model_len": 0}
         return find_checkpoint(config_from_config_dict(tiny_cpu.get_config(), less))
 
 
 def python(name: str) -> Path:
-    """Of a client's environment."""
+    """The Python of a client's environment."""
     return ENVIRONMENTS / name / "bin" / "python"
 
 
 def prepare(name: str) -> None:
-    """Makes a client's environment, unless it is there."""
+    """Makes a client's environment if it is missing."""
     wanted = HERE / "requirements" / f"{name}.txt"
     ready = ENVIRONMENTS / name / "requirements.txt"
     if ready.exists() and ready.read_text() == wanted.read_text():
@@ -117,7 +117,7 @@ def prepare(name: str) -> None:
 
 
 def outcomes(name: str, url: str, info: Any) -> list[dict[str, str]]:
-    """What came of each check of a client."""
+    """The outcomes of a client's checks."""
     script = HERE / f"{name}_client.py"
     env = {**os.environ, "BASE_URL": url, "MODEL": info.model}
     env = {key: value for key, value in env.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
@@ -145,7 +145,7 @@ def outcomes(name: str, url: str, info: Any) -> list[dict[str, str]]:
 
 
 def version(name: str) -> str:
-    """Of a client."""
+    """The version of a client."""
     code = f"import importlib.metadata as m; print(m.version({CLIENTS[name]!r}))"
     command = [str(python(name)), "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()

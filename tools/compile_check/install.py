@@ -2,9 +2,9 @@
 
     python tools/compile_check/install.py
 
-Does nothing when it is there and requirements.txt has not changed. By another Python than 3.11 it
-is .venv-compile-3.12 and so on, since jax is another one too. An environment of its own, since an
-ordinary start of jax complains at length when the CUDA plugin is there and a GPU is not.
+Does nothing if it is there and requirements.txt has not changed. With Python 3.12 it is
+.venv-compile-3.12 and so on, since the jax version differs, too. It is separate because jax prints
+long warnings if the CUDA plugin is installed without a GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 
 def install() -> Path:
-    """The environment's Python. One process installs, others wait for it. CalledProcessError when
-    pip cannot; its stderr says why."""
+    """The environment's Python. One process installs, others wait for it. Raises CalledProcessError
+    if pip fails; its stderr says why."""
     FOLDER.mkdir(exist_ok=True)
     with open(FOLDER / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -36,7 +36,7 @@ def install() -> Path:
             print(f"installing the compilers into {FOLDER.name}: 2 GB, minutes", file=sys.stderr)
             _run(sys.executable, "-m", "venv", str(FOLDER))
             pip = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-            # Most of it is never imported: Python compiles what is.
+            # Most modules are never imported; Python compiles the others on import.
             _run(str(python), *pip, "--no-compile", "-r", str(REQUIREMENTS))
             ready.write_text(wanted)
     return python

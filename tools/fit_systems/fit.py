@@ -4,10 +4,10 @@
     python tools/fit_systems/fit.py vidur/data/profiling
 
 Vidur (Agrawal et al., MLSys 2024; MIT licence) publishes medians of the operators of one layer, by
-tokens and tensor parallelism, and of all-reduces, by bytes. A layer is its operators beside
-attention and two all-reduces among the devices of one DGX. The fit minimises the squared relative
-error, with non-negative coefficients; each doubling of the number of tokens counts the same, as do
-all models. Writes the file, and prints the table of docs/systems.md.
+tokens and tensor parallelism, and of all-reduces, by bytes. A layer consists of its operators other
+than attention and two all-reduces among the devices of one DGX. The fit minimises the squared
+relative error, with non-negative coefficients; each doubling of the number of tokens has the same
+weight, as has each model. Writes the file, and prints the table of docs/systems.md.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Table:
         devices: How many of them share the layer.
         model: Its shape.
         tokens: int [n], tokens of a batch.
-        seconds: float [n], what they take.
+        seconds: float [n], their times.
     """
 
     kind: str
@@ -76,14 +76,14 @@ class Table:
 
     @property
     def weight(self) -> np.ndarray:
-        """Weight of each size in the fit, [n], 1 in all: each doubling counts the same."""
+        """Weight of each size in the fit, [n], with sum 1: equal for each doubling."""
         octave = np.floor(np.log2(self.tokens)).astype(int)
         share = 1.0 / np.bincount(octave)[octave]
         return np.asarray(share / share.sum())
 
     def features(self) -> np.ndarray:
-        """[n, coefficients], seconds: what the shares and latencies of `Figures` are factors of, at
-        the data sheet's rates."""
+        """Seconds [n, coefficients] at the data sheet's rates, which the shares and latencies of
+        `Figures` multiply."""
         work, one = LayerWork.from_model(self.model, self.devices), np.ones(len(self.tokens))
         device, n = self.device, self.tokens
         latencies = [2.0 * (self.devices == count) * one for count in COUNTS[1:]]
@@ -108,7 +108,7 @@ class Table:
 
 
 def read_tables(folder: Path, kind: str) -> Iterator[Table]:
-    """Every model of Meta's that the folder, Vidur's data/profiling, has for the kind of device."""
+    """All models of Meta in Vidur's data/profiling for this kind of device."""
     reduces = _all_reduces(folder / "network" / f"{kind}_dgx" / "all_reduce.csv")
     paths = sorted((folder / "compute" / kind / "meta-llama").glob("*/mlp.csv"))
     if not paths:
@@ -119,7 +119,7 @@ def read_tables(folder: Path, kind: str) -> Iterator[Table]:
 
 
 def fit(tables: Sequence[Table]) -> dict[str, Any]:
-    """The figures of one kind of device, as the file has them."""
+    """The figures of one kind of device, as in the file."""
     rows, target = [], []
     for table in tables:
         weight = np.sqrt(table.weight)
@@ -141,9 +141,8 @@ def fit(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def errors(tables: Sequence[Table], figures: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Per number of devices: mean and worst relative errors over all models and sizes, of what was
-    assumed before and of what is fitted; octaves: the mean in which each doubling counts the
-    same."""
+    """Per number of devices: mean and worst relative errors over all models and sizes, before and
+    with the fit; octaves: the mean with equal weight for each doubling."""
     shares = [1 / figures[name] for name in ("read", "matmul", "elementwise", "link")]
     found = np.array([figures["kernels"], *shares, *figures["all_reduce"].values()])
     for devices in COUNTS:
@@ -160,7 +159,7 @@ def errors(tables: Sequence[Table], figures: dict[str, Any]) -> Iterator[dict[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0, 1 for tables that are not there or not as expected."""
+    """Returns the exit code: 0, or 1 for missing or unexpected tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -183,8 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table_of(off: Sequence[dict[str, Any]]) -> list[str]:
-    """Markdown: a line a kind of device and number of devices; errors as mean / mean over
-    doublings / worst."""
+    """Markdown: a line per kind and number of devices; errors as mean / mean over doublings /
+    worst."""
     lines = ["| device | tensor parallel | before | fitted |", "|---|---|---|---|"]
     for row in off:
         cells = [
@@ -219,7 +218,7 @@ def _table(kind: str, devices: int, rows: list[dict[str, str]], reduces: dict[in
 
 
 def _all_reduces(path: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """By number of devices, all in one machine: bytes and seconds."""
+    """Bytes and seconds by number of devices, all in one machine."""
     found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -230,7 +229,7 @@ def _all_reduces(path: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
 
 
 def _medians(times: Mapping[int, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """The keys, ascending, and the median of each one's milliseconds in seconds."""
+    """The keys, ascending, and their median times, in seconds."""
     keys = np.array(sorted(times))
     return keys, np.array([np.median(times[key]) for key in keys]) / 1e3
 

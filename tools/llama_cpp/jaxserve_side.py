@@ -1,4 +1,4 @@
-"""Times jaxserve as its user starts it, `LLM(...)`: a child of side_by_side.py, in jaxserve's
+"""Times jaxserve as users start it, with `LLM(...)`: a child of side_by_side.py, in jaxserve's
 environment."""
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from jaxserve.models.presets import preset
 
 
 def measure(llm: LLM, rng: np.random.Generator, name: str) -> float:
-    """Tokens/s, as `measures.MEASURES` has it. RuntimeError if a request has fewer than it asked
-    for."""
+    """Tokens/s, as in `measures.MEASURES`. Raises RuntimeError if a request gets too few tokens."""
     shape = MEASURES[name]
     vocab = llm.engine.info().vocab_size
     prompts = rng.integers(3, vocab, (shape.streams, shape.prompt)).tolist()

@@ -1,8 +1,8 @@
 """Times llama.cpp on one GGUF file: a child of side_by_side.py, in setup.sh's environment.
 
-Of each measure all settings are tried, and the fastest is taken: threads, flash attention, the size
-of physical batches, one cache for all streams or one each. Tokens are chosen by their logits, in
-NumPy: faster than llama.cpp's sampler.
+For each measure all settings are tried, and the fastest are used: threads, flash attention, the
+size of physical batches, a shared cache or one per stream. Tokens are chosen from the logits in
+NumPy, which is faster than llama.cpp's sampler.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import numpy as np
 from measures import MEASURES, Shape, serve
 
 ERROR = 4  # of ggml's log levels
-ROOM = 8  # tokens of the cache beside those of the requests
+ROOM = 8  # spare tokens of the cache
 
 
 class Context:
-    """llama.cpp's context for so many requests.
+    """A context of llama.cpp for several requests.
 
     Args:
-        model: of `llama_model_load_from_file`.
-        shape: what it is to measure.
-        settings: fields of `llama_context_params`.
-        every: there are logits of all tokens of a prompt.
+        model: A result of `llama_model_load_from_file`.
+        shape: The requests to measure.
+        settings: Fields of `llama_context_params`.
+        every: Whether there are logits of all prompt tokens.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class Context:
         self._prompts, self._newest = self._batch(shape.prompt, every), self._batch(1, True)
 
     def seconds(self) -> tuple[float, float]:
-        """Serves all requests once: until each has its first token, and from then to the end."""
+        """Serves all requests once. Returns the seconds to the first tokens, and from then to the
+        end."""
         shape = self._shape
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
         prompts = self._rng.integers(3, self._vocab, (shape.streams, shape.prompt))
@@ -65,7 +66,7 @@ class Context:
         return middle - begin, time.perf_counter() - middle
 
     def _batch(self, count: int, every: bool) -> Any:
-        """A batch of so many tokens a stream, of whose last ones there are logits, or of all."""
+        """A batch with this many tokens per stream, with logits of the last one or of all."""
         batch = llama_cpp.llama_batch_init(self._shape.streams * count, 0, 1)
         batch.n_tokens = self._shape.streams * count
         for i in range(batch.n_tokens):
@@ -74,12 +75,12 @@ class Context:
         return batch
 
     def logits(self, prompt: np.ndarray) -> np.ndarray:
-        """What is predicted after each token of one prompt: a view of float32 [n, vocabulary]."""
+        """Logits after each token of one prompt: a view of float32 [n, vocabulary]."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._ctx), False)
         return self._decode(self._prompts, prompt[None], 0, prompt.size)
 
     def _decode(self, batch: Any, tokens: np.ndarray, first: int, rows: int) -> np.ndarray:
-        """Feeds tokens [streams, n] at positions from `first` on; the rows of logits."""
+        """Feeds tokens [streams, n] at positions from `first` on; returns the rows of logits."""
         as_array = np.ctypeslib.as_array
         as_array(batch.token, tokens.shape)[:] = tokens
         as_array(batch.pos, tokens.shape)[:] = np.arange(first, first + tokens.shape[1])
@@ -88,14 +89,14 @@ class Context:
         return as_array(llama_cpp.llama_get_logits(self._ctx), (rows, self._vocab))
 
     def close(self) -> None:
-        """Frees it."""
+        """Frees the context."""
         llama_cpp.llama_batch_free(self._prompts)
         llama_cpp.llama_batch_free(self._newest)
         llama_cpp.llama_free(self._ctx)
 
 
 def rate(name: str, first: float, rest: float) -> float:
-    """Tokens/s of a measure, as `measures.MEASURES` has it."""
+    """Tokens/s of a measure, as in `measures.MEASURES`."""
     shape = MEASURES[name]
     if name == "prefill":
         return shape.prompt / first
@@ -105,7 +106,7 @@ def rate(name: str, first: float, rest: float) -> float:
 
 
 def settings(name: str) -> list[dict[str, int]]:
-    """All that are worth a try for a measure. Few tokens may be faster on one thread; prompts never
+    """The settings to try for a measure. Few tokens may be faster on one thread; prompts never
     are."""
     cores = len(os.sched_getaffinity(0))
     several = {
@@ -133,7 +134,7 @@ def fastest(model: Any, name: str) -> tuple[Context, dict[str, int]]:
 
 
 def load(file: str) -> Any:
-    """llama.cpp's model of a GGUF file. RuntimeError if it does not load."""
+    """A model of llama.cpp from a GGUF file. Raises RuntimeError if it does not load."""
     llama_cpp.llama_log_set(QUIET, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     params = llama_cpp.llama_model_default_params()
@@ -164,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @llama_cpp.llama_log_callback
 def QUIET(level: int, text: bytes, _: Any) -> None:
-    """Errors only."""
+    """Logs errors only."""
     if level == ERROR:
         print(text.decode(errors="replace"), end="", file=sys.stderr)
 

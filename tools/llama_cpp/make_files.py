@@ -1,10 +1,9 @@
-"""Writes a model's GGUF files for the comparison, all made of one file in float32.
+"""Writes a model's GGUF files for the comparison, all made from one file in float32.
 
     .venv-llama/bin/python tools/llama_cpp/make_files.py --source=MODEL.gguf --folder=FOLDER
     .venv-llama/bin/python tools/llama_cpp/make_files.py --random=qwen2.5-0.5b --folder=FOLDER
 
-llama.cpp itself widens and quantises, as its own `llama-quantize` does. What is there already is
-left as it is.
+llama.cpp dequantises and quantises, as in its `llama-quantize`. Existing files are kept.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from measures import MAX_LEN, TYPES
 
 
 def quantize(source: Path, target: Path, ftype: int) -> None:
-    """Writes a file in another type. RuntimeError where llama.cpp does not."""
-    import llama_cpp  # the tests have none
+    """Writes a file in another type. Raises RuntimeError if llama.cpp fails."""
+    import llama_cpp  # not installed in tests
 
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype, params.allow_requantize = ftype, True
@@ -33,9 +32,9 @@ def quantize(source: Path, target: Path, ftype: int) -> None:
 
 
 def shuffle(file: Path) -> None:
-    """Reorders the channels of a Llama in float32, in place. It computes what it did, but groups of
-    32 weights are others: those of a file of 4 bits are on that type's grid, and would lose nothing
-    when they are rounded to it again."""
+    """Reorders the channels of a Llama in float32, in place. The model computes the same, but its
+    groups of 32 weights change: weights from a 4-bit file lie on that type's grid, and would lose
+    nothing when rounded to it again."""
     import gguf
 
     reader = gguf.GGUFReader(file, "r+")
@@ -47,7 +46,7 @@ def shuffle(file: Path) -> None:
     by_head = rng.permutation(width // heads)
     for name, data in tensors.items():
         part = name.rpartition(".")[2]
-        if part in ("attn_output", "ffn_down"):  # what they write is on the other axis
+        if part in ("attn_output", "ffn_down"):  # their outputs are on the other axis
             data[:] = data[by_width]
         else:
             data[:] = data[..., by_width]
@@ -66,8 +65,8 @@ def write_random(target: Path, config: dict[str, Any]) -> None:
     """A Qwen2 of a config.json's shape with random weights and no vocabulary.
 
     Args:
-        target: the GGUF file, in float32.
-        config: of the model.
+        target: The GGUF file, in float32.
+        config: The model's config.
     """
     import gguf
 
@@ -96,7 +95,7 @@ def write_random(target: Path, config: dict[str, Any]) -> None:
 
 
 def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a Qwen2 whose table is that of the logits, too."""
+    """The tensors of a Qwen2 with tied embeddings."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     kv = width // config["num_attention_heads"] * config["num_key_value_heads"]
     yield "token_embd.weight", (config["vocab_size"], width)
@@ -119,7 +118,7 @@ def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def main() -> int:
-    """Writes what is missing; returns the exit status."""
+    """Writes missing files; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     given = parser.add_mutually_exclusive_group(required=True)
     given.add_argument("--source", type=Path)

@@ -1,4 +1,4 @@
-"""What both sides of the comparison measure, and how a child process is asked for it."""
+"""The measures of both sides, and how a child process is asked for them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 MODELS = ("smollm2", "qwen2.5-0.5b")
-MAX_LEN = 8192  # tokens of a request, as SmolLM2 has it
+MAX_LEN = 8192  # tokens of a request, SmolLM2's context
 
 
 class Type(NamedTuple):
     """Weights of equal bits on both sides.
 
     Attributes:
-        gguf: llama.cpp's name of them.
-        ftype: its number for `llama_model_quantize`.
-        fields: of `LLM`.
+        gguf: llama.cpp's name for them.
+        ftype: Its number for `llama_model_quantize`.
+        fields: Fields of `LLM`.
     """
 
     gguf: str
@@ -36,12 +36,12 @@ TYPES = {
 
 
 class Shape(NamedTuple):
-    """Requests that are made at once.
+    """Simultaneous requests.
 
     Attributes:
-        streams: how many.
-        prompt: tokens in, random ones.
-        output: tokens out, the likeliest.
+        streams: Their number.
+        prompt: Prompt tokens, random.
+        output: Output tokens, greedy.
     """
 
     streams: int
@@ -50,14 +50,15 @@ class Shape(NamedTuple):
 
 
 MEASURES = {"decode": Shape(1, 64, 128), "prefill": Shape(1, 512, 1), "streams": Shape(16, 64, 32)}
-"""In tokens/s: of "decode" those after the first, over the time since the first; of "prefill" the
-prompt's, until the first is out; of "streams" those in and out, over the whole time."""
+"""In tokens/s: for "decode" tokens after the first, over the time since the first; for "prefill"
+the prompt's tokens, until the first output; for "streams" prompt and output tokens, over the whole
+time."""
 
 
 def serve(measure: Callable[[str], Any], about: Mapping[str, Any]) -> None:
-    """Answers each line of stdin, the name of a measure, by a line of JSON with its tokens/s. Says
-    first what the process is."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed
+    """Answers each line of stdin, the name of a measure, by a line of JSON with its tokens/s. First
+    writes a description of the process."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # other output goes to stderr
     print(json.dumps(about), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(measure(line.strip())), file=answers, flush=True)

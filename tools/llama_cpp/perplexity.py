@@ -1,5 +1,5 @@
-"""How well llama.cpp predicts a text's tokens with one GGUF file, in the environment that setup.sh
-made: a child of quality.py. Prints the perplexity, counted as jaxserve/models/perplexity.py does.
+"""Prints llama.cpp's perplexity of a text's tokens with one GGUF file, in setup.sh's environment: a
+child of quality.py. Counts as jaxserve/models/perplexity.py does.
 """
 
 from __future__ import annotations

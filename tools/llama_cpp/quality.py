@@ -1,10 +1,10 @@
-"""Compares what few bits cost jaxserve and llama.cpp: the perplexity of a text.
+"""Compares how quantisation in jaxserve and llama.cpp changes the perplexity of a text.
 
     python tools/llama_cpp/quality.py --text=TEXT
 
-Of SmolLM2, with the same tokens in the same windows on both sides; each over itself in bfloat16.
-Quantised weights are those that `--config.model.quantization` makes, multiplied as an engine does
-on a CPU with bfloat16: activations are rounded to it, in llama.cpp to 8 bits.
+With SmolLM2 and the same tokens in the same windows on both sides; each is relative to itself in
+bfloat16. Weights are quantised as `--config.model.quantization` does, and multiplied as an engine
+does on a CPU with bfloat16: activations are rounded to bfloat16, in llama.cpp to 8 bits.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from jaxserve.models.perplexity import MOST_WINDOWS, WINDOW, perplexity
 from jaxserve.weights import load_config, load_params, transpose_loaded
 
 BASE = "bfloat16"
-# Most that the perplexity may grow by, and what it may not exceed of llama.cpp's growth, by type.
+# By type, the largest growth of the perplexity, and whether llama.cpp's growth is the limit.
 MOST = {"int8": 1.005}
 AS_GOOD_AS = {"int4": "int4-zero", "int4-zero": "int4-zero"}
 
 
 def ours(wide: Path, type_: str, windows: np.ndarray) -> float:
-    """jaxserve's perplexity with weights made of a file in float32."""
+    """jaxserve's perplexity with weights from a file in float32."""
     family, config, _ = load_config(wide)
     fields = TYPES[type_].fields
     config = with_quantization(family, config, fields.get("model__quantization", ""))
@@ -43,7 +43,7 @@ def ours(wide: Path, type_: str, windows: np.ndarray) -> float:
 
 
 def theirs(python: str, file: Path, windows: np.ndarray) -> float:
-    """llama.cpp's."""
+    """llama.cpp's perplexity."""
     with tempfile.NamedTemporaryFile(suffix=".npy") as tokens:
         np.save(tokens.name, windows)
         command = [python, str(HERE / "perplexity.py"), f"--file={file}", f"--tokens={tokens.name}"]

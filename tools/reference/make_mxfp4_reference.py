@@ -1,4 +1,4 @@
-"""Writes, or checks, what `transformers` makes of experts' weights in MXFP4.
+"""Writes, or checks, experts' weights that `transformers` dequantises from MXFP4.
 
     python tools/reference/make_mxfp4_reference.py            rewrite tests/reference/mxfp4
     python tools/reference/make_mxfp4_reference.py --check    fail if a fresh run differs

@@ -31,7 +31,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Case(NamedTuple):
-    """A base, by its name in tests/reference, and what is said of its adapter."""
+    """A base, by its name in tests/reference, and its adapter's settings."""
 
     base: str
     said: dict[str, Any]
@@ -68,13 +68,13 @@ def run_case(case: Case, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """What adapter_config.json says; lists in order, as PEFT's are of sets."""
+    """The contents of adapter_config.json, with sorted lists, since PEFT makes them from sets."""
     said = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
     return {key: sorted(value) if isinstance(value, list) else value for key, value in said.items()}
 
 
 def check(name: str, folder: Path, logits: np.ndarray) -> list[str]:
-    """What differs from a case's files, a line each. folder: with a fresh adapter."""
+    """One line per difference from a case's files. folder: has a fresh adapter."""
     stored = FOLDER / name
     if not (stored / "logits.npz").exists():
         return [f"{name}: no fixture"]

@@ -3,10 +3,10 @@
     python tools/reference/make_pooling_reference.py            rewrite tests/reference/pooling
     python tools/reference/make_pooling_reference.py --check    fail if a fresh run differs
 
-The base is a case of make_reference.py, with its weights, saved as an embedding checkpoint is:
-without the language model's head, so without the prefix of names. vectors.npz has prompts (int32
-[S, T], of lengths int32 [S]), a float32 [S, d_model] by pooling mode, normalised, and logits; so
-have files of models whose tokens see those behind them, too.
+The base is a case of make_reference.py, with its weights, saved like an embedding checkpoint:
+without the language-model head, so without the prefix of names. vectors.npz has prompts (int32 [S,
+T], of lengths int32 [S]), a float32 [S, d_model] per pooling mode, normalised, and logits; files of
+bidirectional models have the same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from make_reference import TOLERANCE, with_weights
 from sentence_transformers.sentence_transformer.modules import Pooling
 
 FOLDER = BASES / "pooling"
-# By file: the case, and what its config says beside.
+# By file: the case, and additional fields of its config.
 BOTH_WAYS = {"is_causal": False}
 FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "vectors": ("qwen3", {}),
@@ -37,7 +37,7 @@ LENGTHS = (1, 7, 16, 30)
 
 
 def vectors(base: str, more: dict[str, Any]) -> dict[str, np.ndarray]:
-    """What the file of a case holds. more: fields of its config."""
+    """The contents of a case's file. more: additional fields of its config."""
     fields = json.loads((BASES / f"{base}.json").read_text(encoding="utf-8"))["config"] | more
     vocab = fields["vocab_size"]
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)

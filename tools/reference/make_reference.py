@@ -3,8 +3,8 @@
     python tools/reference/make_reference.py            rewrite tests/reference
     python tools/reference/make_reference.py --check    fail if a fresh run differs
 
-Runs on the CPU in float32, in an environment of its own (requirements.txt beside this file);
-jaxserve is not needed. Each case is a .json (the config as given, which makes a case, and as
+Runs on the CPU in float32, in its own environment (requirements.txt beside this file);
+jaxserve is not needed. Each case is a .json (the config as given, and as
 transformers saves it) and an .npz (tokens int32 [S, T], logits float32 [S, T, V]). The configs have
 both spellings of the rope fields: rope_theta with rope_scaling, and rope_parameters.
 """
@@ -48,8 +48,8 @@ def run_case(given: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray, np.ndar
 
 
 def with_weights(model: Any) -> Any:
-    """The model with the weights of `tensor`, by the names that its checkpoints have: experts are
-    apart there, which transformers joins as it loads them."""
+    """The model with the weights of `tensor`, named as in its checkpoints, which store experts
+    separately; transformers joins them as it loads."""
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         file = Path(folder) / "model.safetensors"
@@ -72,14 +72,14 @@ def check(
     """Compares a fresh run with a case's files.
 
     Args:
-        name: Of the case.
-        described: What its .json holds.
+        name: Name of the case.
+        described: Contents of its .json.
         saved: Config as transformers saves it.
         tokens: int32 [S, T].
         logits: float32 [S, T, V].
 
     Returns:
-        What differs, a line each.
+        One line per difference.
     """
     if not (file := FOLDER / f"{name}.npz").exists():
         return [f"{name}: no fixture"]

@@ -10,7 +10,7 @@ import numpy as np
 def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """The float32 values of the Hugging Face tensor `name`, the same everywhere.
 
-    Norm scales are around 1 and biases far from 0, so that a forgotten one shows in the logits.
+    Norm scales are around 1 and biases far from 0, so that a missing one changes the logits.
     """
     draw = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)
     if "norm" in name and name.endswith(".weight"):

@@ -1,5 +1,5 @@
-"""mkdocs hooks: pages of the repository's root join those of docs/, and links to code lead to the
-repository, or, where it is not published, become plain text."""
+"""mkdocs hooks: adds pages from the repository's root to those of docs/, and makes links to code
+point to the repository, or plain text if it is not published."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""What drafts are worth with a real chat model on this machine's cores, beside vLLM and llama.cpp.
+"""Measures drafts with a real chat model on this machine's cores, with vLLM and llama.cpp.
 
     python tools/speculation/compare.py --rounds=3
 
-All sides are started, and then asked in turns, so that only one computes: texts that copy much of
-their prompt, texts that copy nothing, one request at a time, and 16 of both kinds at once. Rates
-are tokens/s, prompts included; the time of a decode is that of steps in which nobody drafts, from
-end to end. Then comes what drafters take of the host. Prints tables for docs/speculation.md with
-each target's verdict, and with --out writes everything as JSON. Sides whose environment is not
-there are left out.
+All engines are started and then measured in turns, so that only one computes: texts that copy much
+of their prompt, texts that copy nothing, one request at a time, and 16 of both kinds at once. Rates
+are tokens/s, prompts included; the time of a decode is that of steps without drafts, from end to
+end. Then the drafters' host time is measured. Prints tables for docs/speculation.md with each
+target's verdict, and with --out writes everything as JSON. Engines without an environment are left
+out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LABELS = {
     "mixed": "16 streams",
     "drawn": "16 streams at temperature 1.5",
 }
-# Least ratios of with drafts over without.
+# Least ratios of rates with drafts and without.
 TARGETS = {"copies": 1.7, "new": 0.98, "mixed": 1.0, "drawn": 0.99}
 MOST_HOST = 0.3  # ms
 OURS, PLAIN = "jaxserve +spec", "jaxserve"
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What to compare."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policy", default="sarathi")
@@ -112,8 +112,8 @@ def checkpoint(folder: Path) -> Path:
 
 
 def takes_part(side: str, name: str) -> bool:
-    """Whether a side is asked for a measure: llama.cpp's library has no batches, and what is drawn
-    differs from side to side."""
+    """Whether an engine is asked for a measure: llama.cpp has no batches here, and sampled texts
+    differ between engines."""
     if side in (OURS, PLAIN):
         return True
     return name not in DRAWN and not (name in TOGETHER and side.startswith("llama"))

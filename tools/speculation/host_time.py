@@ -1,4 +1,4 @@
-"""What drafters take of the host's time, a step of many requests that are long already."""
+"""Measures the drafters' host time in a step of many long requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ DRAFTERS = ("lookups", "lookups and a prediction that is wrong")
 
 
 def milliseconds(drafters: str) -> float:
-    """The median step of ROWS requests, which have KNOWN tokens at first and get one each.
+    """The median time of a step of ROWS requests with KNOWN tokens, each getting one more.
 
     Args:
-        drafters: of DRAFTERS.
+        drafters: One of DRAFTERS.
     """
     draw, drafts, rates = random.Random(0), Drafts(), AcceptanceRates()
     for _ in range(EARLIER):
@@ -42,7 +42,7 @@ def milliseconds(drafters: str) -> float:
 
 
 def text(draw: random.Random, length: int) -> Sequence[int]:
-    """Tokens, of which about half are copied from what was before, 3 to 30 at a time."""
+    """Tokens, about half of them copied from earlier ones, 3 to 30 at a time."""
     tokens = [draw.randrange(2000) for _ in range(200)]
     while len(tokens) < length:
         if draw.random() < 0.5:

@@ -18,7 +18,7 @@ from jaxserve.engine.stats import StepRecorder, StepStats
 
 SAMPLING = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
 FREE = SamplingParams(max_tokens=MAX_TOKENS, temperature=1.5, seed=1, ignore_eos=True)
-# As the file has them, or wide as vLLM reads them.
+# As stored in the file, or in bfloat16, which vLLM reads.
 WEIGHTS: dict[str, dict[str, str]] = {
     "stored": {},
     "bfloat16": {"model__quantization": "none", "model__dtype": "bfloat16"},
@@ -26,12 +26,12 @@ WEIGHTS: dict[str, dict[str, str]] = {
 
 
 class Side:
-    """An engine, and what its last steps drafted.
+    """An engine, and the drafts of its last steps.
 
     Args:
         model: GGUF file or directory.
-        policy: its scheduling policy.
-        weights: of WEIGHTS.
+        policy: The scheduling policy.
+        weights: One of WEIGHTS.
     """
 
     def __init__(self, model: str, policy: str, weights: str) -> None:
@@ -41,8 +41,8 @@ class Side:
         self.llm.engine.add_observer(self.recorder)
 
     def ask(self, name: str) -> dict[str, float]:
-        """Tokens/s of a measure. Each time with a salt of its own: what was written the last time
-        is nobody's to draft from."""
+        """Tokens/s of a measure. Each time has its own salt, so that earlier outputs cannot be
+        drafted from."""
         self.recorder.steps.clear()
         texts = DRAWN[name] if name in DRAWN else ASKED[name]
         chats = [[{"role": "user", "content": text}] for text in texts]
@@ -71,8 +71,8 @@ class Side:
 
 
 def undrafted(steps: Sequence[StepStats]) -> float:
-    """The median time of decodes of the commonest number of rows behind others of as many, none of
-    them with drafts, from end to end, in seconds."""
+    """Median seconds, from end to end, of decodes with the most common number of rows that follow
+    decodes with as many rows, without drafts."""
     plain = [
         None
         if step.num_draft_tokens or step.num_decodes < step.num_rows

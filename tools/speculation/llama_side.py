@@ -1,5 +1,5 @@
 """Times llama.cpp with and without its lookup decoding: a child of compare.py, in the environment
-of tools/llama_cpp/setup.sh. One request at a time, which is all that lookup decoding takes."""
+of tools/llama_cpp/setup.sh. One request at a time, since lookup decoding supports no more."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from measures import serve
 from prompts import ASKED, MAX_TOKENS
 
-LENGTHS = (2, 4, 7, 10)  # tokens of a draft that are tried
+LENGTHS = (2, 4, 7, 10)  # draft lengths that are tried
 
 
 def model(path: str, length: int) -> llama_cpp.Llama:
-    """llama.cpp's, drafting so many tokens; none with 0."""
+    """A llama.cpp model that drafts this many tokens; none with 0."""
     threads = len(os.sched_getaffinity(0))
     draft = LlamaPromptLookupDecoding(num_pred_tokens=length) if length else None
     options = {"n_threads": threads, "n_threads_batch": threads, "flash_attn": True}

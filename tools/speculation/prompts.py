@@ -1,4 +1,4 @@
-"""What every side is asked: texts to copy with changes, and texts to make up."""
+"""The prompts for all engines: texts to copy with changes, and texts to invent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NEW = (
     "Give five reasons to learn a second language.",
 )
 ASKED = {"copies": COPIES, "new": NEW, "mixed": (*COPIES, *NEW)}
-DRAWN = {"drawn": NEW}  # of jaxserve alone, at a temperature at which nothing repeats itself
+DRAWN = {"drawn": NEW}  # jaxserve only, at a temperature without repetition
 TOGETHER = ("mixed", "drawn")
 STREAMS = 16  # at once, of these
 MAX_TOKENS = 160

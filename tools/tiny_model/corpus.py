@@ -16,7 +16,7 @@ def story_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
     """The token ids of a fresh story, without </s>.
 
     A prompt may end anywhere: inside a word, after a space. So some stories are cut at a random
-    character and the two pieces encoded apart, which is what the model meets then.
+    character and the two pieces encoded separately, as a server would.
     """
     text = grammar.story(rng.getrandbits(53))
     pieces = [text]
@@ -30,7 +30,7 @@ def story_ids(tokenizer: Tokenizer, rng: random.Random) -> list[int]:
 def row(tokenizer: Tokenizer, key: str, length: int) -> np.ndarray:
     """int32 [length]: </s>, then stories each followed by </s>, the last one cut off.
 
-    `key` alone decides what is in it, so that training can go on from any step.
+    Depends only on `key`, so that training can continue from any step.
     """
     rng = random.Random(key)
     ids = [EOS_ID]

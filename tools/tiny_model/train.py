@@ -53,7 +53,7 @@ class State(NamedTuple):
 
 
 def init_params(config: opt.OPTConfig, seed: int) -> opt.OPTParams:
-    """float32 parameters drawn as the family's specs say."""
+    """float32 parameters drawn by the family's specs."""
     specs, tree = jax.tree.flatten(opt.FAMILY.param_specs(config))
     keys = jax.random.split(jax.random.key(seed), len(specs))
     fill = {"zeros": jnp.zeros, "ones": jnp.ones}
@@ -67,9 +67,9 @@ def init_params(config: opt.OPTConfig, seed: int) -> opt.OPTParams:
 
 
 def make_optimizer(steps: int, learning_rate: float) -> optax.GradientTransformation:
-    """AdamW (Loshchilov & Hutter 2019): warm-up, constant rate, then a cosine down to nothing.
+    """AdamW (Loshchilov & Hutter 2019): warm-up, constant rate, then a cosine down to zero.
 
-    Until the cosine begins nothing depends on `steps`, so a saved run may still be made longer.
+    Until the cosine begins nothing depends on `steps`, so a saved run can still be extended.
     """
     constant = steps - max(1, int(steps * _DECAY_SHARE))
     warmup = min(_WARMUP_STEPS, max(1, constant // 2))
@@ -183,7 +183,7 @@ def held_out_loss(params: opt.OPTParams, config: opt.OPTConfig, tokenizer: Token
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line (None: this process's); argparse exits by itself where it is wrong."""
+    """Parses the command line (None: this process's); argparse exits on errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the checkpoint")
@@ -192,15 +192,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     add("--learning_rate", type=float, default=1.5e-3)
     add("--batch_tokens", type=int, default=1024, help="tokens a step")
-    add("--row_length", type=int, default=256, help="tokens a row, but for the last steps")
+    add("--row_length", type=int, default=256, help="tokens per row, except in the last steps")
     add("--vocab_size", type=int, default=1536)
     add("--d_model", type=int, default=256)
     add("--layers", type=int, default=4)
     add("--heads", type=int, default=4)
     add("--max_position", type=int, default=512)
-    add("--saved", type=Path, help="save the state here now and then, and go on from it if there")
+    add(
+        "--saved",
+        type=Path,
+        help="save the state here regularly, and continue from it if it exists",
+    )
     add("--save_every", type=int, default=200, help="steps between two saves")
-    add("--log", type=Path, help="write the loss here, a JSON object a line")
+    add("--log", type=Path, help="write the loss here, a JSON object per line")
     add("--figure", type=Path, help="draw the loss curve here (PNG)")
     return parser.parse_args(argv)
 

@@ -27,7 +27,7 @@ ARCHITECTURES = {"opt": "OPTForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
 def shape(model: str) -> dict[str, Any]:
-    """The config.json of a model, as jaxserve's preset has it."""
+    """The config.json of a model, as in jaxserve's preset."""
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # jaxserve need not be installed
     from jaxserve.models.presets import preset
 
@@ -36,9 +36,9 @@ def shape(model: str) -> dict[str, Any]:
 
 
 def cpu_settings() -> dict[str, str]:
-    """The variables vLLM reads at import, with what suits a measurement; the caller's win.
+    """The variables that vLLM reads at import, set for measuring; the caller's take precedence.
 
-    All cores compute: "auto" would keep one for a front end, which this run has no use for.
+    All cores compute: "auto" would reserve one for a front end, which is not used here.
     """
     cores = sorted(os.sched_getaffinity(0))
     defaults = {
@@ -53,7 +53,7 @@ def cpu_settings() -> dict[str, str]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The workload. Exits with 2 for a wrong one."""
+    """Parses the workload. Exits with 2 on errors."""
     parser = workload.parser(__doc__, 3)
     parser.add_argument("--dtype", choices=workload.DTYPES, default="float32")
     parser.add_argument("--seed", type=int, default=0)
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> tuple[list[float], list[float], float]:
     """Seconds of every repeat with all requests at once, of every repeat with one, and of vLLM's
-    start. RuntimeError if a request did not get all of its tokens."""
+    start. Raises RuntimeError if a request did not get all of its tokens."""
     import numpy as np
     import vllm
 

@@ -2,10 +2,10 @@
 
     python tools/vllm_cpu/compare.py --vllm_python=.venv-vllm/bin/python --rounds=1
 
-One process at a time. A ratio is jaxserve's rate over vLLM's of the same round and data type, so
-that a machine that slows down over an hour slows both; the median of the rounds counts. Beside it
-what the round's matmuls alone would allow (matmuls.py). Prints a table for docs/performance.md with
-each target's verdict, and with --out writes everything as JSON.
+One process at a time. A ratio is jaxserve's rate over vLLM's in the same round with the same dtype,
+so that a machine that slows down over an hour slows both; the median of the rounds counts. It also
+shows the rate of the round's matmuls alone (matmuls.py). Prints a table for docs/performance.md
+with each target's verdict, and with --out writes everything as JSON.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ TARGETS = {
     ("single", "float32"): 1.2,
     ("single", "bfloat16"): 1.0,
 }
-# What is reported: the workload, and where each result has its output tokens per second.
+# Reported rows: a workload and its title.
 ROWS = (("batch", "{num_requests} requests at once"), ("single", "one request alone"))
-OURS = {"batch": "throughput", "single": "latency"}  # the commands that have them
+OURS = {"batch": "throughput", "single": "latency"}  # the commands of jaxserve
 
 
 class CompareError(RuntimeError):
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The workload, and how often it is run. Exits with 2 for a wrong number."""
+    """Parses the workload and the number of rounds. Exits with 2 on errors."""
     parser = workload.parser(__doc__, 3)
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python")
     parser.add_argument("--rounds", type=workload.at_least_one, default=1)
@@ -127,7 +127,7 @@ def last_json(output: str) -> dict[str, Any]:
 
 
 def summarise(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """By workload and data type the median rates, and the median of the rounds' ratios."""
+    """Median rates and the median of the rounds' ratios, by workload and dtype."""
     summary: dict[str, Any] = {row: {} for row, _ in ROWS}
     for row, _ in ROWS:
         for dtype in DTYPES:
@@ -177,7 +177,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def verdict(ratio: float, target: float) -> tuple[str, str]:
-    """A target as text, and what has become of it."""
+    """A target as text, and its verdict."""
     return f"at least {target:.2f}", "met" if ratio >= target else "missed"
 
 

@@ -2,8 +2,8 @@
 
     python tools/vllm_cpu/conversations.py --rounds=3
 
-Several sessions begin with one system prompt; each turn repeats what was said before, answers
-included. All sessions take their turns together, and the next turn comes when all are answered.
+Several sessions begin with one system prompt; each turn repeats the earlier ones, answers
+included. All sessions take their turns together, and the next turn begins when all are answered.
 Shapes of SmolLM2-135M with random weights and random token ids, greedy, bfloat16. One process at a
 time, in turns; prints a table for docs/reuse.md with the seconds of the first turns and of all
 later ones.
@@ -45,17 +45,17 @@ SMOLLM2 = {
     "eos_token_id": 2,
 }
 LATER, FIRST = "second to last turn, s", "first turns, s"
-# Of prompts at once to tokens that each is answered.
+# From simultaneous prompts to the tokens of their answers.
 Generate = Callable[[list[list[int]]], list[list[int]]]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The conversations. Exits with 2 for a wrong number."""
+    """Parses the command line. Exits with 2 on errors."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     sizes = {"sessions": 8, "turns": 6, "system_len": 512, "input_len": 64, "output_len": 32}
     for name, default in {**sizes, "rounds": 1}.items():
         parser.add_argument(f"--{name}", type=at_least_one, default=default)
-    parser.add_argument("--policy", default="", help="of jaxserve; its default if empty")
+    parser.add_argument("--policy", default="", help="jaxserve's policy; empty: its default")
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python")
     parser.add_argument("--engine", choices=("jaxserve", "vllm"), help="run this one, once")
     parser.add_argument("--no_cache", action="store_true", help="without its prefix cache")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compare(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """What each of the four told in each round."""
+    """The results of the four processes in each round."""
     sizes = [
         f"--{name}={getattr(args, name)}"
         for name in ("sessions", "turns", "system_len", "input_len", "output_len", "policy")
@@ -115,7 +115,7 @@ def talk(args: argparse.Namespace, generate: Generate) -> tuple[float, float]:
     def new(count: int) -> list[int]:
         return rng.integers(3, SMOLLM2["vocab_size"], count).tolist()
 
-    # Another conversation, of the same lengths, warms up.
+    # Another conversation with the same lengths warms up.
     for _ in range(2):
         system, seconds = new(args.system_len), []
         said = [list(system) for _ in range(args.sessions)]
@@ -192,7 +192,7 @@ def with_vllm(args: argparse.Namespace, folder: str) -> dict[str, Any]:
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     first, later = talk(args, generate)
-    # Python's exit waits for its processes, which nothing else ends.
+    # Otherwise Python's exit would wait for its processes.
     engine.llm_engine.engine_core.shutdown()
     return {"first_s": first, "later_s": later, "found": found // 2, "settings": settings}
 

@@ -1,10 +1,9 @@
-"""What a machine's matmuls alone would allow of the comparison's workload, as one line of JSON.
+"""The rates that a machine's matmuls alone would allow for the comparison, as a line of JSON.
 
     .venv/bin/python tools/vllm_cpu/matmuls.py --dtype=float32
 
-The products of a model's weights as the engine has XLA compute them, of steps of so many tokens,
-and nothing beside them: no attention, no norms, no host. The rates are those of an engine for which
-all of that is free.
+Only the matmuls of a model's weights as XLA computes them in the engine's steps: no attention, no
+norms, no host work. The rates are those of an engine for which all of these are free.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jaxserve.models.layers import matmul
 from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
 
-CHUNK = 512  # tokens of a step with prompts, as the presets have it
+CHUNK = 512  # tokens of a step with prompts, as in the presets
 
 
 def factors(model: str) -> tuple[list[tuple[int, int]], tuple[int, int]]:
@@ -45,8 +44,8 @@ def seconds(model: str, dtype: str, tokens: int, rows: int, repeats: int) -> flo
 
     Args:
         model: Name of a preset.
-        dtype: Of the weights.
-        tokens: Of the step.
+        dtype: Dtype of the weights.
+        tokens: Tokens of the step.
         rows: Rows with logits.
         repeats: Steps timed, after one that compiles.
     """
@@ -96,7 +95,7 @@ def limit(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The workload, as in bench.py. Exits with 2 for a wrong number."""
+    """Parses the workload, as in bench.py. Exits with 2 on errors."""
     parser = workload.parser(__doc__, 20)
     parser.add_argument("--dtype", choices=workload.DTYPES, default="float32")
     return parser.parse_args(argv)

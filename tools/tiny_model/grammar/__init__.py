@@ -1,4 +1,4 @@
-"""A story grammar: endless small stories with names, causes and endings, made by rule.
+"""A story grammar: endless small stories with names, causes and endings, made by rules.
 
 Every story is made from one seed, so that the corpus needs no file: `story(7)` is the same text
 on every machine. The texts and the rules are this project's own.

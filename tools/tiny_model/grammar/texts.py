@@ -9,8 +9,8 @@ Paragraph = tuple[str, list[str]]  # its head, indented by 2, and its lines, by 
 
 
 def read(name: str) -> dict[str, list[Paragraph]]:
-    """The paragraphs of each part of a file. A line that is indented by more than 4 goes on with
-    the one above; one that begins with a hash is a comment."""
+    """The paragraphs of each part of a file. A line indented by more than 4 continues
+    the previous one; a line that begins with a hash is a comment."""
     parts: dict[str, list[Paragraph]] = {}
     paragraphs: list[Paragraph] = []
     for line in (Path(__file__).parent / name).read_text(encoding="utf-8").splitlines():

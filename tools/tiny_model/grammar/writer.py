@@ -21,7 +21,7 @@ _PRONOUNS = {
 
 
 class Character(NamedTuple):
-    """Somebody in a story.
+    """A character of a story.
 
     Attributes:
         name: What others call them.
@@ -54,8 +54,8 @@ class Character(NamedTuple):
 class Writer:
     """Writes one story: holds the random numbers, the filled slots and the sentences so far.
 
-    Paragraphs of a plot are written by the methods that `play` calls: they get the words behind
-    theirs, names of slots, and the paragraph's lines.
+    The methods that `play` calls write a plot's paragraphs. They get the other words of the head,
+    names of slots, and the paragraph's lines.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -96,7 +96,7 @@ class Writer:
         return _SENTENCE.sub(lambda m: m.group().upper(), text)
 
     def say(self, template: str) -> None:
-        """Add one or more sentences; none for a template of nothing."""
+        """Add one or more sentences; none for an empty template."""
         if text := self.fill(template):
             self.sentences.append(text[0].upper() + text[1:])
 
@@ -113,8 +113,8 @@ class Writer:
                 getattr(self, verb)(names, lines)
 
     def _meant(self, text: str) -> str:
-        """What is behind a `60% `, with that probability; behind a `yes: ` or `no: ` if the last of
-        those came so; all of any other text."""
+        """The text after `60% ` with that probability; after `yes: ` or `no: ` if that was the last
+        such outcome; any other text as it is."""
         share, answer, rest = _WHEN.fullmatch(text).groups()  # type: ignore[union-attr]
         if share:
             self._chosen = self.chance(int(share) / 100)
@@ -122,7 +122,7 @@ class Writer:
         return rest if always or self._chosen == (answer != "no") else ""
 
     def tell(self, _: Sequence[str], lines: Sequence[str]) -> None:
-        """`say` each line that is meant."""
+        """`say` each line that applies."""
         for line in lines:
             if meant := self._meant(line):
                 self.say(meant)
@@ -133,12 +133,12 @@ class Writer:
         self.slots |= zip(names, self.pick(rows(*lines) if lines else WORDS[names[0]]), strict=True)
 
     def sample(self, names: Sequence[str], lines: Sequence[str]) -> None:
-        """Fill each slot with another one of the rows."""
+        """Fill each slot with a different row."""
         drawn = self.rng.sample(rows(*lines), len(names))
         self.slots |= {name: row[0] for name, row in zip(names, drawn, strict=True)}
 
     def settle(self, names: Sequence[str], _: Sequence[str]) -> None:
-        """Expand what is in these slots once, for all of the story."""
+        """Expand these slots once, for the whole story."""
         self.slots |= {name: self.fill(self.slots[name]) for name in names}
 
     def own(self, names: Sequence[str], lines: Sequence[str] = ()) -> None:
@@ -149,7 +149,7 @@ class Writer:
         self.slots |= {"obj": noun, "cobj": f"{adjective} {noun}"}
 
     def start(self, _: Sequence[str], lines: Sequence[str]) -> None:
-        """Introduce the hero and what sets the story going.
+        """Introduce the hero and the event that starts the story.
 
         Of two lines the first is `out: `, `home: ` or `night: `, so that the first sentence does
         not contradict it, and a sentence that can follow "One day, ". The second says the same:
@@ -216,7 +216,7 @@ class Writer:
         return Character(name, gender, group, noun, limb, home)
 
     def _cast_elder(self) -> None:
-        """Somebody older and wiser: of the family for a child, an old neighbour otherwise."""
+        """An older and wiser character: of the family for a child, otherwise an old neighbour."""
         gender = self.pick(("she", "he"))
         if self.hero.group == "child" or self.chance(0.35):
             elder = f"{{his}} {self.word(f'{gender} kin')}"
