@@ -259,7 +259,7 @@ def test_what_tpus_move_in_hidden_steps_is_told_and_let_be(
 def test_names_that_are_not_there_are_a_failure(case: CompileCase, tmp_path: Path) -> None:
     """Lest every step pass because its weights are called something else."""
     for name, said in (("params", "none of the step's parameters is called params"),
-                       ("pool", "arg is neither of params nor the pool")):  # fmt: skip
+                       ("pool", "arg is as large as weights, but neither")):  # fmt: skip
         with pytest.raises(RuntimeError, match=said):
             problems(case, UNROLLED.replace(f'op_name="{name}', 'op_name="arg'), tmp_path)
 

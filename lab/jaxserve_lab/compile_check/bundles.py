@@ -1,5 +1,5 @@
-"""Loops of a TPU's kernels, by the bundles of instructions that its compiler dumps. A bundle is
-issued a cycle, so that a loop's bundles are the cycles of one round in which nothing waits."""
+"""Loops of a TPU's kernels, from the bundles of instructions that its compiler dumps. One bundle is
+issued per cycle, so a loop's bundles are the cycles of an iteration that never waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-# The final instructions, and none of the eighty states before them.
+# The final instructions, not the eighty stages before them.
 FLAGS = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
 _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|\d+) +(LB)? *(?:[A-Z]{2})?: *(>*) *\{(\})?")
 _FILE = re.compile(r"^\d+-(.*?)(?:\.\d+)?-\d+-final_bundles\.txt$")
@@ -19,8 +19,8 @@ class Loops:
 
     Attributes:
         name: the kernel's.
-        bundles: of the whole kernel.
-        cycles: of one round of each loop, in the order of the code, without loops inside it.
+        bundles: Bundles of the whole kernel.
+        cycles: Cycles of an iteration of each loop, in the order of the code, without inner loops.
     """
 
     name: str
@@ -29,8 +29,8 @@ class Loops:
 
 
 def kernel_loops(folder: Path, kernels: set[str]) -> list[Loops]:
-    """The loops of the kernels that are named, read from `folder`, the dump of one compilation. A
-    kernel that is there once for each layer is returned once."""
+    """The loops of the named kernels, read from `folder`, the dump of one compilation. A kernel
+    that occurs in each layer is returned once."""
     found: dict[str, Loops] = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         name = _FILE.match(path.name)
@@ -40,10 +40,10 @@ def kernel_loops(folder: Path, kernels: set[str]) -> list[Loops]:
 
 
 def loops_in(name: str, text: str) -> Loops:
-    """The loops of one listing: LB marks a loop's first bundle, and each bundle has as many ">" as
-    there are loops around it."""
+    """The loops of one listing: LB marks a loop's first bundle, and each bundle has a ">" for each
+    loop around it."""
     cycles: list[int] = []
-    open_loops: list[int] = []  # by depth, their place in `cycles`
+    open_loops: list[int] = []  # by depth, indices into `cycles`
     bundles = 0
     for line in text.splitlines():
         found = _BUNDLE.match(line)

@@ -38,13 +38,13 @@ class Sizes:
     """The engine's configuration, from which its largest buckets follow.
 
     Attributes:
-        block_size: tokens of a block; 0 in a `Wish` for the engine's default on the target.
-        max_rows: requests of a batch.
-        max_batch_tokens: tokens of a batch.
-        dtype: of weights, and of the pool if `cache` names none.
-        quantization: of the weights, see `quantized_model`.
-        cache: dtype of the pool, as `cache.dtype` has it.
-        lora: room for adapters; None for none.
+        block_size: Tokens of a block; 0 in a `Wish` for the engine's default on the target.
+        max_rows: Requests of a batch.
+        max_batch_tokens: Tokens of a batch.
+        dtype: Dtype of weights, and of the pool unless `cache` names one.
+        quantization: Quantization of the weights, see `quantized_model`.
+        cache: Dtype of the pool, as in `cache.dtype`.
+        lora: Room for adapters; None for none.
     """
 
     block_size: int
@@ -66,16 +66,16 @@ class CompileCase:
     """One model as the engine would lay it out on a mesh of a target's devices.
 
     Attributes:
-        model: its name, as for `model_shape`.
-        target: the kind of device.
-        family, config: the model's architecture and shape.
-        sizes: with the block size that is used.
-        mesh: the devices, along one axis, "tensor".
-        blocks: of the pool.
-        weights_bytes: bytes of weights on each device, adapters included.
-        backend: the attention backend.
-        note: why that is not the platform's own backend; None if it is.
-        no_hidden: why the backend does not take hidden blocks; None if it does.
+        model: Its name, as for `model_shape`.
+        target: The kind of device.
+        family, config: The model's architecture and shape.
+        sizes: With the actual block size.
+        mesh: The devices, along one axis, "tensor".
+        blocks: Blocks of the pool.
+        weights_bytes: Bytes of weights on each device, adapters included.
+        backend: The attention backend.
+        note: Why that is not the platform's own backend; None if it is.
+        no_hidden: Why the backend does not support hidden blocks; None if it does.
     """
 
     model: str
@@ -92,7 +92,7 @@ class CompileCase:
 
     @property
     def shards(self) -> int:
-        """Number of devices that the model is cut over."""
+        """Number of devices over which the model is sharded."""
         return self.mesh.size
 
     @property
@@ -107,7 +107,7 @@ class CompileCase:
 
     @property
     def pool_heads(self) -> int:
-        """KV heads in the whole pool, of all devices; see `sharding.pool_kv_heads`."""
+        """KV heads in the whole pool, over all devices; see `sharding.pool_kv_heads`."""
         return sharding.pool_kv_heads(self.config, self.shards)
 
     @property
@@ -155,8 +155,8 @@ def model_shape(name: str) -> tuple[Family, ModelConfig]:
 
 
 def quantized_model(name: str, how: str) -> tuple[Family, ModelConfig]:
-    """`model_shape` with weights as `model.quantization` makes them, or as a GGUF file of that type
-    has them: q4_0, q4_1, q4_k or q8_0. ValueError as there, or where they cannot be."""
+    """`model_shape` with weights quantised as by `model.quantization`, or as in a GGUF file of type
+    q4_0, q4_1, q4_k or q8_0. Raises ValueError as there, or if that is not possible."""
     family, config = model_shape(name)
     scheme = BLOCKS.get(how.upper())
     if scheme is None:
@@ -173,15 +173,15 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     Args:
         model: as for `model_shape`.
         target: the kind of device.
-        mesh: the devices to cut the model over.
+        mesh: the devices over which to shard the model.
         sizes: the engine's configuration.
-        backend: a backend's name, or "auto" for the platform's own, with XLA's where that does not
-            take the shape.
+        backend: a backend's name, or "auto" for the platform's own, with XLA's if that does not
+            support the shape.
 
     Raises:
         ConfigError: the weights leave no room for a pool.
-        ValueError: the model is not known, cannot be quantised so or cut over the mesh, or a named
-            backend does not take it.
+        ValueError: The model is unknown, cannot be quantised or sharded this way, or the named
+            backend does not support it.
     """
     block_size = sizes.block_size or default_block_size(target.platform)
     sizes = dataclasses.replace(sizes, block_size=block_size)
@@ -236,8 +236,8 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
 
 
 def param_sharding(mesh: Mesh, param: ParamSpec) -> jax.sharding.NamedSharding:
-    """Places a parameter as the engine does, but also on a mesh of one device: there is no default
-    device here."""
+    """Places a parameter as the engine does, but also on a mesh of one device, since there is no
+    default device here."""
     if mesh.size == 1:
         return sharding.named(mesh, ())
     placed = sharding.param_sharding(mesh, param)
@@ -248,7 +248,7 @@ def param_sharding(mesh: Mesh, param: ParamSpec) -> jax.sharding.NamedSharding:
 def _unsupported(
     backend: str, kind: int, config: ModelConfig, heads: int, shards: int, sizes: Sizes
 ) -> str | None:
-    """Why the backend's kernels do not take the shape that one device sees; None if they do."""
+    """Why the backend's kernels do not support the shape on one device; None if they do."""
     shape = KernelShape(
         config.num_heads // shards,
         heads // shards,

@@ -1,4 +1,4 @@
-"""One model on one target: on as few devices as it fits, program by program."""
+"""Compiles a model's programs for a target, on as few devices as it fits."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Checked:
 
     Attributes:
         model, target: what was checked.
-        case: the layout that was compiled; None where nothing was.
-        results: one for each program, or a single one that says why nothing was compiled.
-        too_small: why fewer devices are not enough, one line for each number tried.
+        case: The layout that was compiled; None if nothing was.
+        results: One for each program, or a single one that says why nothing was compiled.
+        too_small: Why fewer devices are not enough, one line for each number tried.
     """
 
     model: str
@@ -65,10 +65,10 @@ def check_model(
         target: the kind of device.
         count: number of devices; AUTO tries powers of two until the model fits.
         wish: what to compile.
-        tell: called with each result as soon as there is one.
+        tell: called with each result at once.
 
     Raises:
-        TargetError: the target has no group of so many devices.
+        TargetError: The target has no group with that many devices.
     """
 
     def nothing(devices: int, status: str, reason: str) -> Checked:
@@ -105,7 +105,8 @@ def _compile_all(
     tell: Callable[[Result], None],
     stop_if_too_large: bool,
 ) -> list[Result] | None:
-    """Whole steps first, since they decide whether there is room; None when there is not."""
+    """Compiles whole steps first, since they decide whether there is room; None if there is
+    none."""
     results = []
     for program in sorted(programs, key=lambda program: not program.whole):
         if not program.applies(case):

@@ -4,10 +4,10 @@
     jaxserve compile-check --target=a100,v5e:4 --model=opt-13b
     jaxserve compile-check --model=llama-3-8b --programs=steps --lora=8:16 --json
 
-A target is a device, or as many of them as `v5e:4` says, which share each layer's heads; without
-a number as few as the model fits. Without --target and --programs each of the models that are known
-here has its own. None of the devices is needed, but their compilers are: `make
-compile-check` installs them into an environment of its own and runs this there, with ARGS. A target
+A target is a kind of device, with a number as in `v5e:4`, of devices that share each layer's heads;
+without a number as few as the model fits. Without --target and --programs each known model has its
+own. Only the devices' compilers are needed: `make compile-check` installs them into a separate
+environment and runs this there, with ARGS. A target
 whose compiler is not installed is reported as not checked. Exit codes: 0 all compiled and fit, 1
 something did not, 2 a wrong command line, 3 nothing failed but something was not checked.
 """
@@ -36,7 +36,7 @@ from jaxserve_lab.compile_check.targets import Target, load_target, target_names
 
 _EVERY = ",".join([*target_names(), "a100:2", "v5e:4"])
 _LARGE = "a100:2,h200,v5p,v6e"
-# The models that are compiled if none is named: for which targets, and which programs of them.
+# Models that are compiled by default, with targets and programs.
 MODELS = {
     "opt-13b": (_EVERY, "all"),
     "llama-3-8b": (_EVERY, "all"),
@@ -62,8 +62,8 @@ class Asked(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles what the command line (None: this process's) asks for and prints what came of it.
-    Returns the exit code, see above."""
+    """Runs the command line (None: this process's) and prints the results. Returns the exit code,
+    see above."""
     given = list(sys.argv[1:] if argv is None else argv)
     args, asked = parse(given)
     toolchain.quiet_start(loops=args.loops)
@@ -102,8 +102,8 @@ def _write(path: Path, checked: Sequence[Checked], sizes: Sizes, command: Sequen
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
-    """The command line, checked, and what it asks for, at least one model; argparse exits by itself
-    where it is wrong."""
+    """Parses and checks the command line; returns it with what to compile, at least one model.
+    argparse exits on errors."""
     parser = _parser()
     args = parser.parse_args(argv)
     try:
@@ -123,7 +123,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
 
 
 def _asked(model: str, args: argparse.Namespace, sizes: Sizes) -> Asked:
-    """ValueError where something is not known."""
+    """Raises ValueError for unknown names."""
     targets, programs = MODELS.get(model, _OTHERS)
     each = [_target(name, args.tensor) for name in (args.target or targets).split(",")]
     quantized_model(model, args.quantization)
@@ -132,7 +132,7 @@ def _asked(model: str, args: argparse.Namespace, sizes: Sizes) -> Asked:
 
 
 def _lora(text: str) -> LoraSlots | None:
-    """The room that "8:16" says; None for none."""
+    """The room for adapters in "8:16"; None for none."""
     if not text:
         return None
     slots, _, rank = text.partition(":")
@@ -144,7 +144,7 @@ def _lora(text: str) -> LoraSlots | None:
 
 
 def _target(text: str, tensor: int) -> tuple[Target, int]:
-    """The device and the count of "v5e:4"; without one, what --tensor says."""
+    """The device and the count in "v5e:4"; without one, --tensor."""
     name, _, number = text.partition(":")
     target = load_target(name)
     if not (number or "0").isdecimal() or tensor < AUTO:
@@ -155,7 +155,7 @@ def _target(text: str, tensor: int) -> tuple[Target, int]:
 
 
 def exit_code(results: Sequence[Result]) -> int:
-    """0, 1 or 3 as the module says; a failure counts before what was not checked."""
+    """The exit code, 0, 1 or 3; failures take precedence over targets that were not checked."""
     if any(result.is_bad for result in results):
         return 1
     return 3 if any(result.status == NOT_CHECKED for result in results) else 0
@@ -188,7 +188,7 @@ def _parser() -> Parser:
     flag(
         "quantization",
         "",
-        "of the weights: int8, int4 or fp8 as model.quantization, GGUF's q8_0, q4_0, q4_1 or q4_k; "
+        "weights: int8, int4 or fp8 as model.quantization, GGUF's q8_0, q4_0, q4_1 or q4_k; "
         "empty: none",
     )
     flag("lora", "", "room for adapters, slots:rank such as 8:16; empty: none")
@@ -199,16 +199,16 @@ def _parser() -> Parser:
         "--cache_dtype",
         choices=CACHE_DTYPES,
         default=CACHE_DTYPES[0],
-        help="of the pool; auto: that of the weights (%(default)s)",
+        help="dtype of the pool; auto: that of the weights (%(default)s)",
     )
     parser.add_argument(
-        "--loops", action="store_true", help="count the cycles of TPU kernels' loops, too"
+        "--loops", action="store_true", help="also count the cycles of TPU kernels' loops"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument(
         "--write_doc",
         metavar="FILE",
-        help="write the result into a Markdown page and figures/NAME.csv beside it; what they "
-        "have of other models stays",
+        help="write the result into a Markdown page and figures/NAME.csv beside it; their "
+        "other models are kept",
     )
     return parser

@@ -1,4 +1,4 @@
-"""Compiles one program and reads off what the compiler says about it."""
+"""Compiles one program and collects the compiler's results."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Result:
     """The outcome of one program on one target.
 
     Attributes:
-        target, model, devices, program: what was compiled; devices is their number.
+        target, model, devices, program: What was compiled; devices is their number.
         status: COMPILED, FAILED, NO_ROOM, NOT_CHECKED or NOT_SUPPORTED.
-        seconds: of tracing, lowering and compiling.
-        memory: bytes on each device, by kind.
-        needed: bytes that a device needs at one time, at most.
-        fits: whether the device has that much. None for a kernel alone, which is not all that the
-            device must hold.
-        findings: what was seen in the compiled program.
+        seconds: Time of tracing, lowering and compiling.
+        memory: Bytes on each device, by kind.
+        needed: Most bytes that a device needs at one time.
+        fits: Whether the device has that much. None for a kernel alone, since the device must hold
+            more than its arguments.
+        findings: The analysis of the compiled program.
         reason: why it was not compiled; "" if it was.
     """
 
@@ -63,21 +63,20 @@ class Result:
 
     @property
     def is_bad(self) -> bool:
-        """Whether it failed to compile, does not fit or has problems. What was not checked is not
+        """Whether it failed to compile, does not fit or has problems. Unchecked results are not
         bad."""
         failed = self.status in (FAILED, NO_ROOM)
         return failed or self.fits is False or bool(self.findings.problems)
 
     def as_json(self) -> dict[str, Any]:
-        """All fields by name, with the findings' fields beside them; kernels and loops are dicts
-        too."""
+        """All fields by name, including the findings' fields; kernels and loops are dicts, too."""
         fields = asdict(self)
         return fields | fields.pop("findings")
 
 
 def compile_program(case: CompileCase, program: Program) -> Result:
-    """Compiles one program. Errors of the compiler or of tracing are not raised: they are the
-    result."""
+    """Compiles one program. Errors of the compiler or of tracing are not raised, but returned as
+    the result."""
     about = (case.target.name, case.model, case.shards, program.name)
     begin = time.perf_counter()
     with _folder(case) as folder, _target(case):
@@ -86,7 +85,7 @@ def compile_program(case: CompileCase, program: Program) -> Result:
             compiled = lowered.compile(compiler_options=_dumping(case, folder))
             seconds = time.perf_counter() - begin
             findings = find_problems(case, program, lowered, compiled.as_text() or "", folder)
-        except Exception as error:  # compilers raise what they like
+        except Exception as error:  # compilers raise any type
             reason = _first_line(error)
             status = NO_ROOM if "RESOURCE_EXHAUSTED" in reason and _is_hbm(reason) else FAILED
             fits = False if status == NO_ROOM else None
@@ -98,7 +97,7 @@ def compile_program(case: CompileCase, program: Program) -> Result:
 
 @contextlib.contextmanager
 def _target(case: CompileCase) -> Iterator[None]:
-    """Kernels pick their sizes by device; here there is none but the mesh's."""
+    """Kernels choose their sizes by device; here only the mesh has one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(case.mesh))
         if case.target.platform in BACKENDS:
@@ -109,11 +108,11 @@ def _target(case: CompileCase) -> Iterator[None]:
 
 
 def _dumping(case: CompileCase, folder: Path) -> dict[str, Any] | None:
-    """XLA for GPUs leaves the kernels' PTX and its list of launches in a dump; nothing else of it
-    is wanted. That for TPUs is told once, when it starts (see `toolchain.tpu_dump`)."""
+    """Makes XLA for GPUs dump the kernels' PTX and its list of launches, and nothing else. XLA for
+    TPUs takes this only when it starts (see `toolchain.tpu_dump`)."""
     if case.target.platform != "cuda":
         return None
-    # XLA of jax 0.12 dumps the kernels it compiles one by one only where it is asked to.
+    # XLA of jax 0.12 dumps separately compiled kernels only on request.
     return {
         "xla_dump_to": str(folder),
         "xla_dump_hlo_as_text": False,
@@ -123,7 +122,7 @@ def _dumping(case: CompileCase, folder: Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _folder(case: CompileCase) -> Iterator[Path]:
-    """An empty one for what the compiler dumps."""
+    """An empty folder for the compiler's dump."""
     if case.target.platform == "tpu":
         folder = toolchain.tpu_dump()
         for path in folder.iterdir():
@@ -131,7 +130,7 @@ def _folder(case: CompileCase) -> Iterator[Path]:
         yield folder
     else:
         with tempfile.TemporaryDirectory() as name:
-            os.environ[_MOSAIC_DUMP] = name  # for what is not XLA's to dump
+            os.environ[_MOSAIC_DUMP] = name  # for kernels that XLA does not dump
             try:
                 yield Path(name)
             finally:
@@ -146,7 +145,7 @@ def _memory(compiled: jax.stages.Compiled) -> tuple[dict[str, int], int]:
 
 
 def _is_hbm(reason: str) -> bool:
-    """Rather than a kernel's on-chip memory."""
+    """Whether the error is about the device's memory, not a kernel's on-chip memory."""
     return "HBM" in reason or "hbm" in reason
 
 

@@ -1,4 +1,5 @@
-"""What is compiled for a case: the model's steps and each kernel, at the largest buckets."""
+"""The programs that are compiled for a case: the model's steps and each kernel, at the largest
+buckets."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from jaxserve.sched.cache.cache_kinds import default_hidden_read
 from jaxserve.sched.speculation.choice import MOST
 from jaxserve_lab.compile_check.case import CompileCase, param_sharding
 
-MOVES = 4096  # slots moved or staged in one launch: 8 requests of 512 tokens
+MOVES = 4096  # slots moved or staged in a launch: 8 requests of 512 tokens
 POOL_AXES = ("layers", "blocks", "kv_heads", "slots", "head_dim")
 
 
@@ -44,14 +45,14 @@ class Program:
     """A program to compile.
 
     Attributes:
-        name: as the report prints it.
-        lower: traces and lowers it for the case's devices.
-        hidden: it reads hidden blocks, so it is only for models that can have them.
-        whole: it takes the weights too, so what it needs is what the device must hold.
-        host: it must copy to host memory and back, asynchronously.
-        lora: rows may have adapters, so it is only for cases with room for such.
-        deterministic: nothing in it may add up in an order that depends on other rows, see
-            `analysis.sums`; only for cases that the engine has such a step for.
+        name: As the report prints it.
+        lower: Traces and lowers it for the case's devices.
+        hidden: It reads hidden blocks, so it is only for models that can have them.
+        whole: It takes the weights, too, so the device must hold all that it needs.
+        host: It must copy to host memory and back asynchronously.
+        lora: Rows may have adapters, so it is only for cases with room for them.
+        deterministic: No sum's order may depend on other rows, see `analysis.sums`; only for cases
+            for which the engine has such a step.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Program:
 
 
 def _array(case: CompileCase, shape: Sequence[int], dtype: Any, *axes: str | None) -> Any:
-    """An abstract array, cut over the case's mesh by the logical names of its axes."""
+    """An abstract array, sharded over the case's mesh by the logical names of its axes."""
     placed = sharding.named(case.mesh, axes) if case.shards > 1 else sharding.named(case.mesh, ())
     return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=placed)
 
@@ -86,7 +87,7 @@ def _pool(case: CompileCase) -> Any:
 
 
 def _format(case: CompileCase) -> Any:
-    """The pool's."""
+    """The format of the pool."""
     placed = _array(case, (1,) * len(POOL_AXES), case.cache_dtype, *POOL_AXES).sharding
     return format_of(case.cache_dtype, placed)
 
@@ -117,7 +118,7 @@ def _placed(case: CompileCase, specs: Any) -> Any:
 
 
 def _model(case: CompileCase, *, hidden: bool) -> StepModel:
-    """hidden: with caches of both kinds, read as the engine's auto has it."""
+    """The model of a step. hidden: with caches of both kinds, read as with the engine's `auto`."""
     mesh = case.mesh if case.shards > 1 else None
     read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
     length = case.config.max_position
@@ -152,8 +153,8 @@ def _lora_step(case: CompileCase, *, decode: bool) -> jax.stages.Lowered:
 
 
 def _draft_step(case: CompileCase) -> jax.stages.Lowered:
-    """One request with all the drafts that it may have: the smallest step of its kind, and the one
-    that is least like others."""
+    """A step of one request with all possible drafts: the smallest of its kind, and the most unlike
+    others."""
     size = case.buckets
     layout = make_buckets(size.slots, size.tokens[-1], width=size.width, drafts=True).mixed(
         MOST + 1
@@ -183,7 +184,8 @@ def _project_to_kv(case: CompileCase) -> jax.stages.Lowered:
 
 
 def _layout(case: CompileCase, *, decode: bool, hidden: bool = False) -> Layout:
-    """The largest. hidden: with room for hidden caches in all rows, beside KV caches."""
+    """The largest step. hidden: with room for hidden caches in all rows, in addition to KV
+    caches."""
     rows, tokens = case.sizes.max_rows, case.sizes.max_batch_tokens
     if decode:
         return case.buckets.decode(rows, hidden=max(1, rows - 1) if hidden else 0)
@@ -218,7 +220,7 @@ def _lower(
     changes: bool = True,
     **options: Any,
 ) -> Any:
-    """changes: a pool that comes first is written, in place."""
+    """Jits a kernel. changes: it writes the pool, its first argument, in place."""
     mesh = case.mesh if case.shards > 1 else None
     bound = functools.partial(function, backend=case.backend, mesh=mesh, **options)
     if not changes or getattr(arrays[0], "ndim", 0) != len(POOL_AXES):
@@ -314,8 +316,8 @@ def _stage_in(case: CompileCase) -> jax.stages.Lowered:
 
 
 def _through_host(case: CompileCase) -> jax.stages.Lowered:
-    """A checkpoint and its restore in one, since a topology of GPUs knows no host memory in which
-    an argument could lie. The barrier keeps the two copies from cancelling out."""
+    """A checkpoint and its restore in one, since arguments cannot be in host memory on a topology
+    of GPUs. The barrier keeps the two copies from cancelling out."""
 
     def swap(pool: Any, out: Any, back: Any, count: Any, **options: Any) -> Any:
         staged = moving.stage_out(pool, out, count, **options)

@@ -1,4 +1,4 @@
-"""Results as lines, as JSON, as a page and the table beside it."""
+"""Results as lines, as JSON, as a page and as that page's table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROGRAMS = (
 
 
 def versions() -> dict[str, str]:
-    """Version of each compiler by package name, and of Python; "" for what is not installed."""
+    """Version of each compiler by package name, and of Python; "" if not installed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -41,7 +41,7 @@ def versions() -> dict[str, str]:
 
 
 def header() -> str:
-    """The names of the columns that `line` prints, as wide as they are."""
+    """The names of `line`'s columns, with the same widths."""
     memory = "".join(f"{name[:9]:>10}" for name in _COLUMNS)
     return f"{'target':<8}{'model':<12}{'x':>2} {'program':<24}{'s':>6}{memory}{'needed':>9}"
 
@@ -79,12 +79,12 @@ def registers(kernels: Sequence[KernelUse]) -> str:
 
 
 def summary(checked: Sequence[Checked]) -> list[str]:
-    """The verdicts as lines, one a model and target."""
+    """The verdicts, one line per model and target."""
     return [f"{one.target.name}, {one.model}: {verdict(one)}" for one in checked]
 
 
 def _label(result: Result) -> str:
-    """The target, and how many of them if several."""
+    """The target, and the number of devices if several."""
     return result.target if result.devices < 2 else f"{result.target} x {result.devices}"
 
 
@@ -149,11 +149,10 @@ def page(checked: Sequence[Checked], sizes: Sizes, command: Sequence[str], befor
     """The Markdown text of docs/targets.md.
 
     Args:
-        checked: what was.
-        sizes: of the engine, as asked for.
-        command: the flags that it is written with.
-        before: the page as it was. Its sections stay where they are, but for those that are written
-            anew.
+        checked: The results.
+        sizes: The engine's configuration, as on the command line.
+        command: The command line's flags.
+        before: The previous page. Its other sections are kept.
     """
     import jinja2
 
@@ -167,7 +166,7 @@ def page(checked: Sequence[Checked], sizes: Sizes, command: Sequence[str], befor
 
 
 def programs(checked: Sequence[Checked], sizes: Sizes, before: str = "") -> str:
-    """The table of all programs beside that page, as CSV; arguments as `page` has them."""
+    """The page's table of all programs, as CSV; arguments as in `page`."""
     found: dict[str, list[Sequence[object]]] = {}
     for row in list(csv.reader(before.splitlines()))[1:]:
         found.setdefault(row[0], []).append(row)
@@ -187,7 +186,7 @@ def _by_title(checked: Sequence[Checked], sizes: Sizes) -> dict[str, list[Checke
 
 
 def _cells(title: str, one: Checked, result: Result) -> list[object]:
-    """Of one program; of kernels by themselves without what only steps have."""
+    """The table's cells for one program; single kernels lack the columns of steps."""
     about: list[object] = [title, _label(result), result.program]
     if result.status != COMPILED:
         return [*about, *[""] * (len(PROGRAMS) - 4), f"{result.status}: {result.reason}"]
@@ -207,7 +206,7 @@ def _cells(title: str, one: Checked, result: Result) -> list[object]:
 
 
 def _title(model: str, sizes: Sizes) -> str:
-    """Of a section: the model, and what of it is not as it is by default."""
+    """A section's title: the model, and settings that are not defaults."""
     parts = [model, sizes.quantization]
     if sizes.lora is not None:
         parts.append(f"{sizes.lora.count} adapters of rank {sizes.lora.rank}")
@@ -215,7 +214,7 @@ def _title(model: str, sizes: Sizes) -> str:
 
 
 def _how(sizes: Sizes, command: Sequence[str]) -> str:
-    """With what a section was written."""
+    """The command, sizes and versions of a section."""
     used = ", ".join(f"{name} {number}" for name, number in versions().items() if number)
     text = (
         f"{sizes.max_rows} requests, {sizes.max_batch_tokens} tokens, {sizes.dtype}, blocks of "
@@ -226,7 +225,7 @@ def _how(sizes: Sizes, command: Sequence[str]) -> str:
 
 
 def _blocks(sizes: Sizes) -> str:
-    """Of how many tokens they are, of each platform where nobody has said."""
+    """Tokens of a block, for each platform by default."""
     if sizes.block_size:
         return str(sizes.block_size)
     return f"{default_block_size('tpu')} (TPUs) or {default_block_size('cuda')} (GPUs)"

@@ -13,7 +13,7 @@ Number = int | float
 
 
 class TargetError(ValueError):
-    """No such target, or one that cannot be as large as asked."""
+    """An unknown target, or one without a group that large."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Target:
     """One kind of device.
 
     Attributes:
-        name: of its file under targets/.
+        name: Name of its file under targets/.
         platform: "cuda" or "tpu".
         device: the maker's name.
-        memory_bytes: what a program on one device may use.
-        source: where memory_bytes is from.
+        memory_bytes: Bytes that a program may use on one device.
+        source: Source of memory_bytes.
         topologies: the compiler's names of device groups, with the number of devices in each.
         options: further arguments of `get_topology_desc`; TPU only.
         gpu: fields of XLA's GpuDeviceInfoProto; GPU only.
@@ -46,7 +46,7 @@ class Target:
         return max(self.topologies.values())
 
     def topology(self, devices: int) -> str:
-        """The smallest group with so many devices; TargetError if there is none."""
+        """The smallest group with that many devices. Raises TargetError if there is none."""
         for topology, size in sorted(self.topologies.items(), key=lambda item: item[1]):
             if size >= devices:
                 return topology
@@ -54,10 +54,10 @@ class Target:
 
     @property
     def gpu_config(self) -> str:
-        """XLA's GpuTargetConfigProto as text. The cuDNN version is one that XLA accepts; no
-        program here uses cuDNN."""
-        # Without a device XLA plans with 80% of what this says, on one with what jax is given:
-        # where it thinks there is less than the arguments take, it computes things twice.
+        """XLA's GpuTargetConfigProto as text. The cuDNN version only has to be
+        acceptable to XLA; no program here uses cuDNN."""
+        # Without a device XLA plans with 80% of this, on a device with jax's share of the memory.
+        # If it believes that arguments take more, it computes things twice.
         size = self.memory_bytes * 5 // 4
         return (
             f"gpu_device_info {{ {_proto({**self.gpu, 'device_memory_size': size})} }} "

@@ -1,7 +1,7 @@
 """Reaching the compilers of devices that this machine does not have.
 
-TPU: libtpu makes a topology and compiles for it. CUDA: the plugin of jax's wheels compiles too,
-but refuses to start without cuDNN; so its library is registered here directly.
+TPU: libtpu makes a topology and compiles for it. CUDA: the plugin in jax's wheels compiles, too,
+but does not start without cuDNN, so its library is registered here directly.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from jaxserve.models.sharding import TENSOR
 from jaxserve_lab.compile_check.bundles import FLAGS
 from jaxserve_lab.compile_check.targets import Target
 
-# libtpu asks the cloud's metadata server which TPU it sits on unless it is told.
+# Otherwise libtpu asks the cloud's metadata server for its TPU.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-    # There is no device to be had by one process alone: another check may run beside.
+    # No process needs exclusive use of a device, so several checks may run.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 CUDA_PLUGIN = "jax_plugins.xla_cuda13"
@@ -40,9 +40,9 @@ CUDA_PLUGIN = "jax_plugins.xla_cuda13"
 def quiet_start(*, loops: bool = False) -> None:
     """Sets jax up for compiling only: call it before jax makes its first client.
 
-    All but compiling stays on the CPU, and nothing comes from a cache, so that the seconds are
-    real. loops: have libtpu dump the kernels' code. Whole steps take it twice as long then, and it
-    cannot be told later.
+    Everything else runs on the CPU, and no cache is used, so that the seconds are real. loops: make
+    libtpu dump the kernels' code. Whole steps then take twice as long, and this cannot be set
+    later.
     """
     os.environ.update(_TPU_ENVIRONMENT)
     if loops:
@@ -56,29 +56,29 @@ def quiet_start(*, loops: bool = False) -> None:
 
 @functools.cache
 def tpu_dump() -> Path:
-    """Where libtpu dumps what it makes of kernels: the same folder for all compilations of this
-    process, which removes it when it ends."""
+    """The folder to which libtpu dumps kernels, in all compilations of this process, which removes
+    it at its end."""
     folder = tempfile.TemporaryDirectory(prefix="jaxserve-tpu-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
 
 
 def why_not(target: Target) -> str | None:
-    """Why nothing can be compiled for this target here; None if it can."""
+    """Why this target cannot be compiled for here; None if it can."""
     return _COMPILERS[target.platform][0]()
 
 
 def mesh(target: Target, devices: int) -> Mesh:
-    """The first `devices` of a group of such devices, with the one axis "tensor"."""
+    """A mesh of the first `devices` of a group, with the one axis "tensor"."""
     if _no_cuda() is None:
-        _register_cuda()  # the first topology of whatever platform starts jax's plugins
+        _register_cuda()  # the first topology of any platform starts jax's plugins
     name = target.topology(devices)
     description = _COMPILERS[target.platform][1](target, name)
     return Mesh(np.asarray(description.devices[:devices]), (TENSOR,))
 
 
 def ptxas() -> Path | None:
-    """NVIDIA's assembler: of the wheels, else on the PATH."""
+    """NVIDIA's assembler, from the wheels or on the PATH."""
     wheel = importlib.util.find_spec("nvidia")
     folders = (
         [Path(root) / "cu13" / "bin" for root in wheel.submodule_search_locations or ()]
@@ -115,7 +115,7 @@ def _register_cuda() -> None:
     assembler = ptxas()
     assert assembler is not None
     os.environ["PATH"] = f"{assembler.parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    # Before jax looks for plugins, which would register this one a second time and fail.
+    # Before jax looks for plugins; otherwise it would register this one again and fail.
     plugin: Any = importlib.import_module(CUDA_PLUGIN)
     plugin.initialize = lambda: None
     xla_bridge.register_plugin("cuda", priority=-1, library_path=str(_cuda_library()))

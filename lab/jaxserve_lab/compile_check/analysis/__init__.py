@@ -1,1 +1,1 @@
-"""What there is to see in a compiled program."""
+"""Analyses of a compiled program."""

@@ -1,4 +1,4 @@
-"""What there is to see in a compiled program: kernels, loops, traffic, what is wrong with it."""
+"""The analysis of a compiled program: kernels, loops, traffic and problems."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from jaxserve_lab.compile_check.case import CompileCase
 from jaxserve_lab.compile_check.programs import Program
 
 _MIB = 1 << 20
-_LARGE = 64 * _MIB  # of a step's arguments only weights and the pool are
+_LARGE = 64 * _MIB  # only weights and the pool are so large
 _SPACE = "S(5)"  # host memory in XLA's layouts
-# What an asynchronous copy writes to, and what it reads, with their layouts.
+# Target and source of an asynchronous copy, with their layouts.
 _START = re.compile(r"(%[\w.-]+) = \((\S+), (\S+), \S+\) copy-start\(")
 _DONE = re.compile(r" copy-done\((%[\w.-]+)\)")
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What was found in a compiled program.
+    """Results of analysing a compiled program.
 
     Attributes:
-        kernels: registers, spills and shared memory of each; GPU only.
-        loops: of each Pallas kernel; TPU only.
-        traffic: of a whole step.
-        weights_moved: bytes of weights that a whole step moves, see `weights.moves`.
-        sums: of a whole step, by what is added up, see `sums.sums_of`.
-        problems: why it is not to be served, one line each.
+        kernels: Registers, spills and shared memory of each; GPU only.
+        loops: Loops of each Pallas kernel; TPU only.
+        traffic: Traffic of a whole step.
+        weights_moved: Bytes of weights that a whole step moves, see `weights.moves`.
+        sums: Sums of a whole step, see `sums.sums_of`.
+        problems: Reasons not to serve it, one line each.
     """
 
     kernels: list[KernelUse] = field(default_factory=list)
@@ -55,15 +55,14 @@ def find_problems(
     """Analyses a compiled program.
 
     Args:
-        case: the model and its devices.
-        program: what was compiled.
-        lowered: the program before XLA optimised it.
-        text: the optimised HLO.
-        folder: the compiler's dump.
+        case: The model and its devices.
+        program: The compiled program.
+        lowered: The program before XLA optimised it.
+        text: The optimised HLO.
+        folder: The compiler's dump.
 
     Raises:
-        RuntimeError: the compiler's output lacks what is looked for, or shows that the program
-            cannot run.
+        RuntimeError: The compiler's output is incomplete, or shows that the program cannot run.
     """
     module = hlo.read(text)
     cuda = case.target.platform == "cuda"
@@ -77,9 +76,9 @@ def find_problems(
     if program.whole:
         _check_names(module)
         moved = weights.moves(module, weights.is_parameter_of_model)
-        # XLA's kernels that read narrow weights as they are would be chosen by measuring.
+        # XLA's kernels that read quantised weights directly would be chosen by measuring.
         widens = cuda and program.deterministic and case.config.quantization is not None
-        # XLA for TPUs turns Wv around for the hidden decodes of a mixed step.
+        # XLA for TPUs transposes Wv for the hidden decodes of a mixed step.
         if moved and not widens and not (program.hidden and case.target.platform == "tpu"):
             problems.append(_told(moved, "moved"))
         widened = weights.dequantized(module, weights.is_parameter_of_model)
@@ -100,19 +99,21 @@ def find_problems(
 
 
 def is_pool(op: hlo.Operation) -> bool:
-    """Whether it is the pool, or one of its arrays, as a parameter."""
+    """Whether the operation is a parameter with the pool, or one of its arrays."""
     return op.source == "pool" or op.source.startswith("pool.")
 
 
 def _check_names(module: hlo.Module) -> None:
-    """RuntimeError where nothing could be found, since things are called something else."""
+    """Raises RuntimeError if parameters have unexpected names, so that nothing could be found."""
     given = [op for op in module.computations[module.entry] if op.opcode == "parameter"]
     others = [op for op in given if not weights.is_parameter_of_model(op)]
     if len(others) == len(given):
         raise RuntimeError("none of the step's parameters is called params")
     for op in others:
         if not is_pool(op) and sum(array.size for array in op.arrays) > _LARGE:
-            raise RuntimeError(f"{op.source} is neither of params nor the pool, and as large")
+            raise RuntimeError(
+                f"{op.source} is as large as weights, but neither in params nor the pool"
+            )
 
 
 def _told(moved: list[weights.Move], how: str) -> str:
@@ -125,13 +126,13 @@ def _problems_of_step(
     case: CompileCase, program: Program, module: hlo.Module, folder: Path
 ) -> Iterator[str]:
     if case.target.platform == "tpu":
-        return  # XLA for TPUs repeats a few copies of its own accord, and knows no launches
+        return  # XLA for TPUs repeats a few copies by itself, and has no launches
     again = {op.name for ops in module.computations.values() for op in ops if ".remat" in op.name}
     if again:
         yield f"{len(again)} operations computed again to save memory, such as {min(again)}"
-    # Between the collectives of several devices XLA leaves a few kernels to themselves, and loops
-    # (of which only a program that reads no cache has one) are not for graphs; nor does it put
-    # products of cuBLAS into one, which deterministic steps take.
+    # XLA leaves a few kernels between the collectives of several devices, and loops (which only
+    # programs without cache reads have), outside of graphs; likewise cuBLAS's products, which
+    # deterministic steps use.
     takes_pool = any(is_pool(op) for op in module.computations[module.entry])
     graphs = case.target.platform == "cuda" and case.shards == 1 and not program.deterministic
     if graphs and takes_pool:
@@ -141,7 +142,7 @@ def _problems_of_step(
 
 
 def _pallas_names(module: hlo.Module) -> set[str]:
-    """Of the kernels that the program calls, without the numbers that tell calls apart."""
+    """Names of the kernels that the program calls, without the numbers of calls."""
     return {
         op.name.removeprefix("%").rpartition(".")[0] or op.name.removeprefix("%")
         for operations in module.computations.values()
@@ -154,10 +155,10 @@ def _kernels(case: CompileCase, folder: Path) -> list[KernelUse]:
     assembler = toolchain.ptxas()
     uses = kernel_uses(folder, assembler) if assembler is not None else []
     if not uses:
-        raise RuntimeError("the assembler has been shown no kernel")
+        raise RuntimeError("the assembler got no kernel")
     limit = case.target.gpu["shared_memory_per_block_optin"]
     for use in uses:
-        if use.shared > limit:  # only a launch would say so
+        if use.shared > limit:  # otherwise only a launch would fail
             raise RuntimeError(f"{use.name}: {use.shared} B of shared memory, {limit} at most")
     return uses
 
@@ -181,9 +182,9 @@ def host_copies(text: str) -> tuple[int, int]:
 
 
 def _too_large(case: CompileCase, module: hlo.Module) -> Iterator[str]:
-    """Each all-gather whose result is more than any of these: the hidden vectors of the longest
-    request (or of those tokens that become K and V at once, in all layers), float32 activations of
-    the largest batch, its logits. What is gathered for all requests together is far more."""
+    """Each all-gather whose result is larger than the hidden vectors of the longest request (or of
+    the tokens that become K and V at once, in all layers), float32 activations of the largest
+    batch, and its logits. Gathering for all requests together is far larger."""
     config, sizes = case.config, case.sizes
     tokens = max(config.max_position * case.dtype.itemsize, sizes.max_batch_tokens * 4)
     projected = PROJECTED_TOKENS * config.num_layers * case.dtype.itemsize

@@ -17,7 +17,7 @@ _CALLED = re.compile(
     r"\{?((?:%[\w.\-]+(?:, )?)+)\}?"
 )
 _BITS = re.compile(r"[a-z]+(\d+)")
-_ON_CHIP = re.compile(r"S\([13]\)")  # of a layout on TPUs: VMEM, or the v4's CMEM
+_ON_CHIP = re.compile(r"S\([13]\)")  # in a layout on TPUs: VMEM, or the v4's CMEM
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Array:
 
     Attributes:
         dtype: XLA's name, such as "bf16", or "token".
-        dims: its shape; () for a scalar.
-        layout: as printed, "" where there is none.
+        dims: Its shape; () for a scalar.
+        layout: As printed; "" if there is none.
     """
 
     dtype: str
@@ -54,12 +54,12 @@ class Operation:
     Attributes:
         name: with its "%".
         opcode: such as "fusion".
-        shape: of its value, as printed.
-        operands: names.
-        number: of a parameter, or of the element that a get-tuple-element takes; else -1.
-        called: names of the computations that it calls.
-        is_root: whether its value is the computation's.
-        rest: what is printed behind the operands.
+        shape: The shape of its value, as printed.
+        operands: Names.
+        number: Number of a parameter, or of the element that a get-tuple-element takes; else -1.
+        called: Names of the computations that it calls.
+        is_root: Whether its value is the computation's.
+        rest: The text after the operands.
     """
 
     name: str
@@ -85,21 +85,21 @@ class Operation:
 
     @property
     def written(self) -> tuple[tuple[Array, ...], ...]:
-        """The elements that it writes. The start of an asynchronous copy is printed with its source
-        and its target, and writes only the target."""
+        """The elements that it writes. The start of an asynchronous copy has a source and a target,
+        but writes only the target."""
         if not self.opcode.endswith("-start") or len(self.elements) < 2:
             return self.elements
         return (self.elements[0 if self.opcode == "copy-start" else 1],)
 
     @property
     def trips(self) -> int:
-        """How often a loop runs, where the compiler knows; else 1."""
+        """How often a loop runs, if the compiler knows; else 1."""
         known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.rest)
         return int(known[1]) if known else 1
 
     @property
     def source(self) -> str:
-        """What an entry parameter was called in the traced function, such as "params.layers[0]"."""
+        """The name of an entry parameter in the traced function, such as "params.layers[0]"."""
         said = re.search(r'op_name="([^"]*)"', self.rest)
         return said[1] if said else ""
 
@@ -157,7 +157,7 @@ def _operation(name: str, text: str, is_root: bool) -> Operation:
 
 
 def _closing(text: str, begin: int) -> int:
-    """Where the bracket at `begin` is closed."""
+    """The position of the closing bracket for the one at `begin`."""
     depth = 0
     for place in range(begin, len(text)):
         depth += {"(": 1, ")": -1}.get(text[place], 0)
@@ -167,7 +167,7 @@ def _closing(text: str, begin: int) -> int:
 
 
 def _split(shapes: str) -> Iterator[str]:
-    """The shapes of a tuple, at the commas between them."""
+    """Splits the shapes of a tuple at the commas between them."""
     depth = begin = 0
     for place, letter in enumerate(shapes):
         depth += {"(": 1, "{": 1, "[": 1, ")": -1, "}": -1, "]": -1}.get(letter, 0)

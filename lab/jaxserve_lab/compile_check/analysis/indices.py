@@ -1,4 +1,4 @@
-"""Whether kernels of Pallas-Triton find their way in arrays beyond the reach of 32 bits."""
+"""Whether kernels of Pallas-Triton index arrays beyond 4 GiB with 64 bits."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jax._src.lib import triton
 from jax._src.lib.mlir import ir
 
 _TARGET = "__gpu$xla.gpu.triton"
-_REACH = 1 << 31  # elements; a pool of 16-bit ones is then 4 GiB
+_REACH = 1 << 31  # elements; 4 GiB for a pool of 16-bit ones
 _MOVE = re.compile(r"(%\w+) = tt\.addptr (%\w+), %\w+ : .*?(i32|i64)>?(?: loc.*)?$")
 _SAME = re.compile(r"(%\w+) = tt\.(?:splat|broadcast|expand_dims|reshape) (%\w+)")
 
 
 def narrow_indices(lowered: jax.stages.Lowered) -> list[str]:
     """Each array beyond 4 GiB (at 16 bits) that a kernel of the program indexes with 32 bits, as
-    "kernel: operand number": what lies beyond would be read from elsewhere."""
+    "kernel: operand number". Such a kernel would read wrong addresses."""
     found: list[str] = []
 
     def visit(operation: Any) -> Any:
@@ -55,8 +55,8 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def narrow_in(text: str, large: set[int]) -> list[int]:
-    """Arguments of `large` of the kernel in `text`, Triton's IR, to which an offset of 32 bits is
-    added. A value is known by the argument that its address began with."""
+    """The arguments in `large` of the kernel in `text`, Triton's IR, to which an offset of 32 bits
+    is added. Values are traced back to the argument of their first address."""
     origin: dict[str, int] = {f"%arg{number}": number for number in large}
     found: dict[int, None] = {}
     for line in text.splitlines():
@@ -70,7 +70,7 @@ def narrow_in(text: str, large: set[int]) -> list[int]:
 
 
 def _known(origin: dict[str, int], new: str, old: str) -> int | None:
-    """The origin of `new`, which is that of `old`; names come again in later regions."""
+    """Sets the origin of `new` to that of `old`; later regions reuse names."""
     if old in origin:
         origin[new] = origin[old]
     else:

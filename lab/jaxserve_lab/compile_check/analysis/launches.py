@@ -1,5 +1,5 @@
-"""What XLA for GPUs will launch, by the lists that it dumps: shared memory, and command buffers.
-Of Mosaic GPU's kernels, which XLA does not know, by Mosaic's own dump."""
+"""Launches of XLA for GPUs, read from its dumped lists: shared memory, and command buffers. For
+Mosaic GPU's kernels, which XLA does not know, Mosaic's own dump is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def shared_memory(folder: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for path in folder.glob("*thunk_sequence.txt"):
         found |= shared_in(path.read_text(encoding="utf-8"))
-    for path in folder.glob("*.resources.txt"):  # Mosaic GPU's, of kernel NAME_0
+    for path in folder.glob("*.resources.txt"):  # Mosaic GPU's files, for kernel NAME_0
         said = _MOSAIC.search(path.read_text(encoding="utf-8"))
         if said is not None:
             name = path.name.removesuffix(".resources.txt").rpartition("_")[0]
@@ -32,22 +32,22 @@ def shared_in(thunks: str) -> dict[str, int]:
 
 
 def outside_buffers(folder: Path) -> list[str]:
-    """Names of what is launched by itself, outside any command buffer (a CUDA graph, which the host
-    launches as one). RuntimeError where the dump does not say."""
+    """Names of kernels that are launched outside any command buffer (a CUDA graph, which the host
+    launches as a whole). Raises RuntimeError if the dump has no list."""
     paths = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
     if not paths:
-        raise RuntimeError("XLA has dumped no list of what it launches")
+        raise RuntimeError("XLA has dumped no list of launches")
     return [name for path in paths for name in outside_in(path.read_text(encoding="utf-8"))]
 
 
 def outside_in(thunks: str) -> list[str]:
-    """The same from the text of one dumped list: what a command buffer holds is indented below
-    it."""
+    """The same from the text of one dumped list, in which the contents of a command buffer are
+    indented."""
     return list(_outside(thunks))
 
 
 def _outside(thunks: str) -> Iterator[str]:
-    inside: int | None = None  # the indent of the buffer that we are in
+    inside: int | None = None  # the indent of the current buffer
     for line in thunks.splitlines():
         found = _LINE.match(line)
         if found is None:

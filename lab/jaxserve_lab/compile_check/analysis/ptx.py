@@ -16,17 +16,17 @@ _TARGET = re.compile(r"^\.target (\w+)", re.MULTILINE)
 
 
 class AssemblerError(RuntimeError):
-    """ptxas refused a kernel; the message ends with the last line it said."""
+    """ptxas refused a kernel; the message ends with its last line."""
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What one GPU kernel uses.
+    """Resources of one GPU kernel.
 
     Attributes:
-        name: the kernel's.
-        registers: of each thread.
-        spill_stores: bytes that a thread spills to memory.
+        name: The kernel's name.
+        registers: Registers per thread.
+        spill_stores: Bytes that a thread spills to memory.
         spill_loads: bytes that it reads back.
         shared: bytes of shared memory that a launch asks for.
     """
@@ -39,8 +39,8 @@ class KernelUse:
 
 
 def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
-    """Assembles every kernel in `folder`, the dump of one compilation, with `ptxas`, and reads what
-    each uses. AssemblerError if one is refused."""
+    """Assembles every kernel in `folder`, the dump of one compilation, with `ptxas`, and reads
+    each kernel's use. AssemblerError if one is refused."""
     found: dict[str, KernelUse] = {}
     shared = shared_memory(folder)
     for path in sorted(folder.glob("*.ptx")):

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from jaxserve_lab.compile_check.analysis import hlo
 
-# Kernels of ours in which what is summed for a row, and in which order, is the row's own affair,
-# for given shapes. Others cut contexts by who else is there, or are there for some rows only.
-ATTENTION = {"paged_uncut", "paged_prefill"}  # this of TPUs; on GPUs merge_parts is behind it
+# Our kernels in which the order of a row's sums depends only on the row, for given shapes. Others
+# split contexts by the rest of the batch, or run for some rows only.
+ATTENTION = {"paged_uncut", "paged_prefill"}  # the latter on TPUs; on GPUs merge_parts follows it
 PRODUCTS = {"by_group", "grouped_matmul"}
-GROUPED = {"ragged-dot-none", "ragged-dot-metadata"}  # XLA's for TPUs, whose tiles are of one size
+GROUPED = {"ragged-dot-none", "ragged-dot-metadata"}  # XLA's for TPUs, with tiles of one size
 COPIES = {"pool_write", "paged_put", "put_scales"}
 ONE_ORDER = frozenset(ATTENTION | PRODUCTS | GROUPED | COPIES)
 _FLOAT = re.compile(r"b?f\d")
@@ -25,8 +25,8 @@ _ATOMIC = re.compile(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S*\.b?f(?:16|32|64)\S*)",
 
 
 def sums_of(module: hlo.Module) -> dict[str, int]:
-    """Sums of floats by what is added up, such as "f32 reduce 4096" or "bf16 dot 768", with how
-    many there are; and kernels of ours, as "kernel NAME"."""
+    """Counts sums of floats by kind, such as "f32 reduce 4096" or "bf16 dot 768", and our kernels,
+    as "kernel NAME"."""
     found: Counter[str] = Counter()
     for operations in module.computations.values():
         shapes = {op.name: op.arrays for op in operations}
@@ -67,7 +67,7 @@ def _kernel(op: hlo.Operation) -> str | None:
 
 
 def float_atomics(folder: Path) -> list[str]:
-    """Instructions in the kernels of a dump by which whoever comes first is added first."""
+    """Atomic additions of floats in a dump's kernels, whose order depends on timing."""
     return [
         found
         for path in sorted(folder.glob("*.ptx"))
@@ -76,12 +76,12 @@ def float_atomics(folder: Path) -> list[str]:
 
 
 def unordered(sums: Iterable[str], atomics: Iterable[str]) -> Iterator[str]:
-    """Why the order of a deterministic step's sums may vary, one line each. sums: of `sums_of`.
-    atomics: of `float_atomics`."""
+    """Why the order of a deterministic step's sums may vary, one line each. sums: from `sums_of`.
+    atomics: from `float_atomics`."""
     for one in sums:
         if one.startswith("kernel ") and one.removeprefix("kernel ") not in ONE_ORDER:
             yield f"{one} adds up in an order that depends on other rows"
         if " scatter" in one:
             yield f"a scatter adds up {one.split()[0]} in any order"
     for one in sorted(set(atomics)):
-        yield f"{one} adds up in the order in which programs come"
+        yield f"{one} adds up in an order that depends on timing"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jaxserve_lab.compile_check.analysis.hlo import Array, Module, Operation
 
-# What runs nothing, or ends what another operation has begun.
+# Operations without work of their own, or that end an asynchronous one.
 _NOTHING = {
     "after-all",
     "bitcast",
@@ -20,21 +20,20 @@ _NOTHING = {
     "tuple",
 }
 _SAME = {"bitcast", "get-tuple-element", "optimization-barrier", "tuple"}
-_PARTS = {"slice", "dynamic-slice", "gather"}  # they read what they give, not all of what they take
+_PARTS = {"slice", "dynamic-slice", "gather"}  # they read only what they return
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Bytes that one step moves on each device.
 
-    Neither number of bytes counts the pool: what attention reads of it depends on the contexts. A
-    loop counts as often as the compiler knows it to run, else once; of a conditional, the branch
-    that moves most.
+    Neither number counts the pool, since attention's reads depend on the contexts. A loop counts as
+    often as the compiler knows it to run, else once; a conditional as the branch that moves most.
 
     Attributes:
-        moved: bytes that operations read from memory and write to it.
-        floor: the least possible: what is read of the arguments, once, and the results written.
-        kernels: operations that run.
+        moved: Bytes that operations read from memory and write to it.
+        floor: The least possible: used arguments read once, and the results written.
+        kernels: Operations that run.
     """
 
     moved: int = 0
@@ -43,7 +42,7 @@ class Traffic:
 
     @property
     def times_floor(self) -> float:
-        """moved / floor: 1 is as little as can be; 0 where nothing is known."""
+        """moved / floor: 1 is the least possible; 0 if unknown."""
         return self.moved / self.floor if self.floor else 0.0
 
 
@@ -63,19 +62,19 @@ def traffic(module: Module, is_pool: Callable[[Operation], bool]) -> Traffic:
 
 
 class _Count:
-    """pools: sizes of arrays that are the pool, in whichever shape."""
+    """pools: sizes of arrays that are the pool, in any shape."""
 
     def __init__(self, module: Module, pools: set[int]) -> None:
         self._module, self._pools = module, pools
         self.moved = 0
-        self.read: Counter[str] = Counter()  # bytes by the entry parameter that they are of
+        self.read: Counter[str] = Counter()  # bytes by entry parameter
 
     def size(self, arrays: Sequence[Array]) -> int:
-        """Bytes in memory, the pool's left out."""
+        """Bytes in memory, without the pool's."""
         return sum(a.size for a in arrays if not a.on_chip and a.size not in self._pools)
 
     def run(self, name: str, times: int = 1) -> int:
-        """Counts what the computation moves if it runs so often. Returns the number of
+        """Counts the traffic of a computation that runs this often. Returns the number of
         operations."""
         values: dict[str, Operation] = {}
         origins: dict[str, set[str]] = {}
@@ -105,22 +104,22 @@ class _Count:
         return kernels
 
     def _alone(self, name: str, times: int) -> tuple[int, int]:
-        """What the computation moves, not counted yet, and how many operations that is."""
+        """The traffic of a computation, not counted yet, and its number of operations."""
         before = self.moved
         kernels = self.run(name, times)
         moved, self.moved = self.moved - before, before
         return moved, kernels
 
     def _writes(self, op: Operation) -> int:
-        """Bytes that it writes: of what it updates in place the new part."""
+        """Bytes that it writes; for an update in place, only the new part."""
         update = self._update(op)
         if update is not None:
             return self.size(update[1].arrays)
         return sum(self.size(element) for element in op.written)
 
     def _update(self, op: Operation) -> tuple[int, Operation] | None:
-        """Of an operation whose result is its operand with a slice updated, which XLA does in
-        place: (that operand's number, what the slice becomes); None for any other."""
+        """For an operation whose result is an operand with an updated slice, which XLA does in
+        place: (that operand's number, the new slice); None for any other."""
         if op.opcode != "fusion":
             return None
         inside = {one.name: one for one in self._module.computations[op.called[0]]}
@@ -139,12 +138,12 @@ class _Count:
             self.read[name] += size
 
     def _runs(self, op: Operation) -> bool:
-        """A copy into a TPU's VMEM runs beside the operations."""
+        """Whether it copies into a TPU's VMEM, which runs beside other operations."""
         into = [array for element in op.written for array in element]
         return not (op.opcode.endswith("-start") and all(array.on_chip for array in into))
 
     def _reads(self, op: Operation, place: int, operand: Operation) -> int:
-        """Bytes of its operand number `place` that it reads."""
+        """Bytes that it reads of operand number `place`."""
         whole = self.size(operand.arrays)
         if op.opcode in _PARTS or op.opcode.endswith("-start"):
             taken = sum(array.size for element in op.written for array in element)
@@ -157,7 +156,7 @@ class _Count:
         return min(whole, self._reads_inside(op.called[0], place, whole))
 
     def _reads_inside(self, name: str, place: int, whole: int) -> int:
-        """Likewise of a fused computation's parameter."""
+        """Likewise for a fused computation's parameter."""
         lines = self._module.computations[name]
         same = {op.name for op in lines if op.opcode == "parameter" and op.number == place}
         taken = 0

@@ -1,9 +1,9 @@
-"""Which operations of a compiled step move weights about instead of computing with them.
+"""Which operations of a compiled step move weights instead of computing with them.
 
-A weight that is read where it lies goes into a matmul, or a gather of some rows. One that is
-copied, sliced, transposed, converted or joined first, in an operation of its own or as all that a
-fusion does, is read and written once more in each step. Copies into a TPU's VMEM, or a v4's CMEM,
-are how it reads.
+Normally a weight goes directly into a matmul, or a gather of some rows. If it is first copied,
+sliced, transposed, converted or joined, by an operation or a fusion that does nothing else, it is
+read and written once more in each step. Copies into a TPU's VMEM, or a v4's CMEM, are reads and do
+not count.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from jaxserve_lab.compile_check.analysis.hlo import Array, Module, Operation
 
-MOST = 4 << 20  # bytes of weights that an operation may move: biases and norms are small
+MOST = 4 << 20  # bytes of weights that an operation may move, such as biases and norms
 
-# What a value has of weights: all or nothing, or so for each element of a tuple.
+# Whether a value is weights, or that for each element of a tuple.
 Has: TypeAlias = "bool | tuple[Has, ...]"
 
 _SAME = {"bitcast", "copy-done", "slice-done", "async-done", "optimization-barrier"}
@@ -37,7 +37,7 @@ _MOVES = {
     "slice-start",
     "transpose",
 }
-# Of these the first operand is what is moved; the others say whereto or with what.
+# Operations that move their first operand; the others are positions or values.
 _FIRST_ONLY = {"dynamic-slice", "pad"}
 
 
@@ -70,8 +70,8 @@ def moves(module: Module, is_weight: Callable[[Operation], bool], most: int = MO
 def dequantized(
     module: Module, is_weight: Callable[[Operation], bool], most: int = MOST
 ) -> list[Move]:
-    """The operations that write more than `most` bytes each of what quantised weights stand for,
-    instead of computing with it, or that move them. is_weight as in `moves`."""
+    """The operations that write more than `most` bytes of dequantised weights instead of computing
+    with them, or that move quantised weights. is_weight as in `moves`."""
 
     def is_small(op: Operation) -> bool:
         return is_weight(op) and all(array.dtype in _SMALL for array in op.arrays)
@@ -97,8 +97,8 @@ def is_parameter_of_model(op: Operation) -> bool:
 def _run(
     module: Module, name: str, given: Sequence[Has], found: list[Move] | None, moving: set[str]
 ) -> Has:
-    """What the computation's result has of weights. found: gets what it moves; None inside of a
-    fusion, where nothing is written but its result. moving: the operations that move."""
+    """Whether the computation's result is weights. found: collects moves; None inside a fusion,
+    which writes only its result. moving: the operations that move."""
     has: dict[str, Has] = {}
     result: Has = False
     for op in module.computations[name]:
@@ -129,7 +129,7 @@ def _result(
     if op.opcode == "while":
         return _run(module, op.called[0], inputs, found, moving)
     if op.opcode in ("call", "conditional"):
-        # A conditional's first operand is the choice, the others are one a branch.
+        # A conditional's first operand is the choice, the others belong to the branches.
         own = [[one] for one in inputs[1:]] if op.opcode == "conditional" else [inputs]
         results = [_run(module, *pair, found, moving) for pair in zip(op.called, own, strict=False)]
         return next((one for one in results if _any(one)), False)
