@@ -23,7 +23,7 @@ def notes(tag: str, root: Path = ROOT) -> str:
 
     Args:
         tag: vX.Y.Z.
-        root: of the clone.
+        root: Of the clone.
 
     Raises:
         NoRelease: The tag is malformed or of another version, or has no section.

@@ -314,7 +314,7 @@ def test_no_registers_are_a_failure(
     case: CompileCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(toolchain, "ptxas", lambda: tmp_path / "ptxas")
-    with pytest.raises(RuntimeError, match="the assembler has been shown no kernel"):
+    with pytest.raises(RuntimeError, match="the assembler got no kernel"):
         findings._kernels(case, tmp_path)
 
 

@@ -59,8 +59,8 @@ class Table:
         kind: Name of the device.
         devices: How many of them share the layer.
         model: Its shape.
-        tokens: int [n], tokens of a batch.
-        seconds: float [n], their times.
+        tokens: Int [n], tokens of a batch.
+        seconds: Float [n], their times.
     """
 
     kind: str

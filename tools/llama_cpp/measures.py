@@ -15,7 +15,7 @@ class Type(NamedTuple):
     """Weights of equal bits on both sides.
 
     Attributes:
-        gguf: llama.cpp's name for them.
+        gguf: Llama.cpp's name for them.
         ftype: Its number for `llama_model_quantize`.
         fields: Fields of `LLM`.
     """

@@ -20,8 +20,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Adds the root's pages.
 
     Args:
-        files: mkdocs' collection of files.
-        config: mkdocs' configuration.
+        files: Mkdocs' collection of files.
+        config: Mkdocs' configuration.
 
     Returns:
         The same collection.
@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     Args:
         markdown: The page's text.
-        page: mkdocs' page.
+        page: Mkdocs' page.
 
     Returns:
         The text, in which every relative link leads to a page of the site or to the repository.

@@ -1,13 +1,13 @@
-"""What the engine's thread does for a step, by the length of the contexts: it must not grow.
+"""The host time of a step by the length of the contexts, with which it must not grow.
 
     jaxserve bench context
     jaxserve bench context --contexts=1024,131072 --rows=1,32 --json
 
-The engine as it is, over a device that computes nothing: its tokens are there at once. So the times
+Runs the real engine over a device that computes nothing and returns tokens at once. So the times
 are the host's alone, medians over the last steps of each kind: taking requests in, planning,
-booking, packing the batch, detokenising and streaming. Beside them stand the numbers, of 4 bytes,
-that such a step sends to the device, at most. Requests that decode together have one prompt, which
-the first has computed.
+booking, packing the batch, detokenising and streaming. It also prints the most numbers of 4 bytes
+that such a step sends to the device. Requests that decode together share a prompt, which the first
+computes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from jaxserve.sched.request import Request, SamplingParams
 CONTEXTS, ROWS = (1024, 16384, 131072), (1, 32)
 BLOCK_SIZE, CHUNK = 16, 512
 MEASURED = 64  # steps that decode
-LAST = 32  # of which so many count, and of the chunks
+LAST = 32  # the last of these, and of the chunks, count
 VOCAB, WORD, END = 1000, 7, 2
 KINDS = ("decode", "chunk")
 MODEL: dict[str, Any] = {
@@ -61,11 +61,11 @@ MODEL: dict[str, Any] = {
     "hidden_act": "silu",
     "eos_token_id": END,
 }
-"""Nobody computes it; its blocks are small, so that many fit."""
+"""A model that is never computed, with small blocks, so that many fit."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked; argparse exits by itself where they are wrong."""
+    """Parses and checks the command line; argparse exits on errors."""
     parser = BenchParser("context", description=__doc__)
     add = parser.add_argument
     add("--policy", default="goodput", help="(%(default)s)")
@@ -88,7 +88,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints; the exit code."""
+    """Measures and prints; returns the exit code."""
     result = measure(args.policy, args.contexts, args.rows)
     told = {"command": "context", "host": result, "machine": machine(), "versions": versions()}
     print_result(args, text(result), told)
@@ -135,8 +135,8 @@ class _Steps(Observer):
 
 
 def measure(policy: str, contexts: Sequence[int], rows: Sequence[int]) -> list[dict[str, Any]]:
-    """One dict for each number of rows and context: `rows`, `context`, and of each of KINDS
-    `KIND_ms`, the host's for a step, and `KIND_sent`."""
+    """One dict for each number of rows and context: `rows`, `context`, and for each of KINDS
+    `KIND_ms`, the host time of a step, and `KIND_sent`."""
     with tempfile.TemporaryDirectory() as folder:
         longest = max(contexts)
         return [_one(Path(folder), policy, n, c, longest) for n in rows for c in contexts]
@@ -170,13 +170,13 @@ def _one(folder: Path, policy: str, rows: int, context: int, longest: int) -> di
 
 
 def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> None:
-    """Has requests served to their ends.
+    """Serves requests to their ends.
 
     Args:
-        engine: a running one.
-        prompt: of all of them.
-        rows: how many there are.
-        max_tokens: that each writes.
+        engine: A running engine.
+        prompt: The prompt of all requests.
+        rows: Number of requests.
+        max_tokens: Output tokens of each.
     """
     ended = threading.Semaphore(0)
 
@@ -185,7 +185,7 @@ def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> 
             ended.release()
 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    for _ in range(rows):  # whose ids nobody had: the engine may know a request just after its end
+    for _ in range(rows):  # new ids: the engine may still know a request just after its end
         engine.submit(Request(uuid.uuid4().hex, tuple(prompt), sampling), on_output)
     for _ in range(rows):
         ended.acquire()
@@ -194,14 +194,13 @@ def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> 
 def engine_without_device(
     folder: Path, policy: str, rows: int, longest: int
 ) -> tuple[Engine, _NoDevice]:
-    """An engine, not started, put together as `build_engine` does it, but for the device and the
-    weights.
+    """An engine, not started, built as by `build_engine`, except device and weights.
 
     Args:
-        folder: for the files that it is made of.
-        policy: the scheduling policy.
-        rows: requests that decode together, at most.
-        longest: tokens of the longest request.
+        folder: Folder for its files.
+        policy: The scheduling policy.
+        rows: Most requests that decode together.
+        longest: Tokens of the longest request.
     """
     ones = dict.fromkeys(("per_token", "token_bias", "decode_kv"), 1e-6)
     others = ("decode_bias", "per_decode", "prefill_quad", "prefill_bias", "per_prefill")

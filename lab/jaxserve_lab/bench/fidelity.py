@@ -1,15 +1,14 @@
 """How well the simulator predicts the engine: `jaxserve bench fidelity`.
 
 Serves some loads and records them (`--config.engine.record`), each several times, in turns, so that
-what drifts on the machine falls on all of them. Then each recorded load is simulated, under the
-same policy, limits and block pool, with the arrivals that the engine saw, on a system that is
-fitted to the steps of all the *other* loads: no load is predicted from its own times, just as no
-policy could be that has not served yet. Medians are compared (InferMax section 4.7), beside the
-machine's own scatter, which no prediction can be better than. --config may name several files,
-separated by commas.
+drift of the machine affects all of them. Then each recorded load is simulated with the same policy,
+limits, block pool and arrivals, on a system fitted to the steps of all the *other* loads: no load
+is predicted from its own times, just as for a policy that has not served yet. Medians are compared
+(InferMax section 4.7), with the machine's own scatter, which no prediction can beat. --config may
+name several files, separated by commas.
 
-The last load is of conversations. With cache.prefix_caching each turn finds the one before, live
-and simulated.
+The last load is of conversations. With cache.prefix_caching each turn finds the previous one,
+served and simulated.
 """
 
 from __future__ import annotations
@@ -60,18 +59,16 @@ MEAN_TARGETS = {name: 0.03 if name == "total_s" else 0.08 for name in MEASURES}
 WORST_TARGETS = {"total_s": 0.08}
 MET, WITHIN, MISSED = "met", "within the scatter", "missed"
 LEVELS = (50, 90, 99)  # percentiles
-SHARE = 0.7  # of the requests/s that the engine can do
-TURNS, FASTER = 4, 4.0  # of a conversation; times the online rate, as answers are that much shorter
+SHARE = 0.7  # of the engine's capacity, requests/s
+TURNS, FASTER = 4, 4.0  # turns; factor on the online rate, since answers are shorter
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with each file's configuration in `configs`; argparse exits by itself
-    for --help. Raises UsageError or ConfigError."""
+    """Parses and checks the command line, with each file's configuration in `configs`; argparse
+    exits for --help. Raises UsageError or ConfigError."""
     parser = BenchParser("fidelity", description=__doc__)
     parser.number("num_requests", 32, "requests of each load")
-    parser.number(
-        "rate", None, "requests/s of the online load (70%% of what can be done)", least=None
-    )
+    parser.number("rate", None, "requests/s of the online load (70%% of the capacity)", least=None)
     parser.number("repeats", 3, "times that each load is served; the median counts")
     parser.number("seed", 0, "of prompts, lengths and arrivals", least=0)
     args, rest = parser.parse_known_args(argv)
@@ -87,7 +84,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures all models and prints; the exit code. Raises as `run`."""
+    """Measures all models and prints; returns the exit code. Raises like `run`."""
     asked = {name: getattr(args, name) for name in ("num_requests", "rate", "seed", "repeats")}
     found = [run(config, **asked) for config in args.configs]
     shown = "\n\n".join(text(one) for one in found)
@@ -104,11 +101,11 @@ class Load:
 
 
 def offline(num_requests: int, max_len: int, seed: int) -> list[Load]:
-    """Five loads of different lengths, which are shares of max_len, the longest request. All
+    """Five loads of different lengths, as shares of max_len, the longest request. All
     requests arrive at once. The last load has mixed lengths."""
 
     def of(arrival: np.ndarray, lengths: Lengths) -> Workload:
-        # Served for real, a request gets max_tokens.
+        # In a server a request writes max_tokens.
         return Workload.create(arrival, lengths, limit=lengths.output_len)
 
     shapes = {
@@ -141,19 +138,19 @@ def online(mixed: Workload, rate: float, seed: int) -> Load:
 
 
 def conversations(num_requests: int, max_len: int, rate: float, seed: int) -> Load:
-    """Conversations of TURNS over one system prompt. Each turn's prompt is all of the one before,
-    its answer, and what is new; an answer is as long as that.
+    """Conversations of TURNS with one system prompt. Each turn's prompt is the previous prompt, its
+    answer, and a new message; answers are as long as messages.
 
     Args:
-        num_requests: Of all of them.
-        max_len: Tokens of the longest request, of which lengths are shares.
+        num_requests: Number of requests.
+        max_len: Tokens of the longest request; lengths are shares of it.
         rate: Requests/s.
-        seed: Of the arrivals.
+        seed: Seed of the arrivals.
     """
     number, sessions = np.arange(num_requests), -(-num_requests // TURNS)
     system, new = max(1, max_len // 10), max(2, max_len // 20)
     turn = number // sessions
-    before = system + turn * 2 * new  # each answer is as long as what was asked
+    before = system + turn * 2 * new  # each answer is as long as its question
     lengths = Lengths(before + new, np.full(num_requests, new))
     first = np.where(number > 0, 0, NO_PREFIX)
     prefixes = Prefixes(np.where(turn > 0, number - sessions, first), before * (number > 0))
@@ -168,17 +165,17 @@ def run(
     """Serves a model's loads, simulates each from the recording, and compares.
 
     Args:
-        config: of the engine.
-        num_requests: of each load.
-        rate: requests/s of the online load; None for SHARE of what the engine can do.
-        seed: of prompts, lengths and arrivals.
-        repeats: times that each load is served.
+        config: The engine's configuration.
+        num_requests: Requests of each load.
+        rate: Requests/s of the online load; None for SHARE of the engine's capacity.
+        seed: Seed of prompts, lengths and arrivals.
+        repeats: How often each load is served.
 
     Returns:
         The JSON object of the model.
 
     Raises:
-        ConfigError, WorkloadError, BenchError, RecordingError: it cannot be measured.
+        ConfigError, WorkloadError, BenchError, RecordingError: The model cannot be measured.
     """
     where = machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -210,8 +207,8 @@ def run(
 def _serve(
     config: Config, path: Path, num_requests: int, rate: float | None, seed: int, repeats: int
 ) -> tuple[list[str], dict[str, Any]]:
-    """Serves the mixed load once, to warm up, then all of them, `repeats` times, and records that.
-    Their names, and what served them."""
+    """Serves the mixed load once, to warm up, then records all loads, `repeats` times. Returns
+    their names, and a description of the engine."""
     show = sys.stderr.isatty()
     config = config.with_fields(
         scheduler__max_queue=max(config.scheduler.max_queue, num_requests),
@@ -236,7 +233,7 @@ def _serve(
         every.append(conversations(num_requests, longest, FASTER * rate, seed))
         turns = [load for _ in range(repeats) for load in every]
         for turn, load in enumerate(tqdm(turns, desc="serving", unit="load", disable=not show)):
-            # Other tokens each time, so that nothing of the last time is found.
+            # New tokens each time, so that no earlier prefix is found.
             load_target.serve_all(target, load.workload, np.random.default_rng((seed, turn)))
     finally:
         engine.stop()
@@ -244,14 +241,13 @@ def _serve(
 
 
 def _compare(name: str, recording: Recording, parts: list[tuple[int, int]]) -> dict[str, Any]:
-    """One load. parts: the requests of each time that it was served, the first and one behind the
-    last."""
+    """Compares one load. parts: the range of requests of each time that it was served."""
     own = np.any([recording.within(*part) for part in parts], axis=0)
     others = dataclasses.replace(recording, steps=recording.steps.select(~own))
     system = replay.system_of(others)
     served = [recording.part(*part) for part in parts]
     found = [_measures(replay.served(part)) for part in served]
-    # What steps take is drawn, anew each time.
+    # Step times are drawn again each time.
     again = [replay.again(part, system, seed=seed) for seed, part in enumerate(served)]
     predicted = _medians([_measures(one) for one in again])
     measured = _medians(found)
@@ -293,15 +289,15 @@ def _of_one(measure: str) -> float:
 
 
 def _verdict(error: float, target: float, scatter: float) -> str:
-    """MET, WITHIN or MISSED: no prediction can be better than the machine repeats itself."""
+    """MET, WITHIN or MISSED: no prediction can be better than the machine's scatter."""
     if error <= target:
         return MET
     return WITHIN if error <= scatter else MISSED
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By measure: its error and its scatter over the loads, and whether the targets are met: where
-    the scatter is larger than a target, the error has to be within that."""
+    """By measure: its error and its scatter over the loads, and whether the targets are met. If the
+    scatter is larger than a target, the error has to be within the scatter."""
     found = {}
     for name, target in MEAN_TARGETS.items():
         errors, scatter = (
@@ -325,7 +321,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def text(result: dict[str, Any]) -> str:
-    """The comparison for people."""
+    """The comparison as text."""
     lines = [
         f"fidelity: {served_by(result)}, policy {result['model']['policy']}; "
         f"{result['steps']} steps",

@@ -1,8 +1,8 @@
-"""A client process for `bench fronts`: measures what it is told to, a line of JSON at a time.
+"""A client process for `bench fronts`, which takes orders as lines of JSON.
 
-Arguments: the door, its address, and what the engine says of itself. Each line on stdin is
-"throughput" or "latency", and the arguments of that function of `runs`; the line on stdout is what
-came of it.
+Arguments: the frontend, its address, and the engine's description. Each line on stdin is
+"throughput" or "latency", and the arguments of that function of `runs`; the line on stdout is the
+result.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What the doors cost: the same work for the engine in its process, over gRPC and over HTTP.
+"""The cost of frontends: the same work within the engine's process, over gRPC and over HTTP.
 
     jaxserve bench fronts
     jaxserve bench fronts --config=opt_125m_cpu --repeats=3 --json
 
-One engine serves all three in turns, so that what drifts on the machine falls on all of them:
-throughput of --streams requests submitted at once, the CPU time that the server's process takes
-for each of their tokens, and the time to the first token of requests one at a time, with nothing
-else to do. The clients of a door are a process of their own, on the same cores. What a door costs
-is the median over turns of its figure against that of the engine alone in the same turn. Flags of
+One engine serves all three in turns, so that drift of the machine affects all of them. Measured are
+the throughput of --streams requests submitted at once, the CPU time of the server's process per
+token, and the time to the first token of requests one at a time on an idle engine. A frontend's
+clients are a separate process on the same cores. The cost of a frontend is the median over turns of
+its figure relative to the engine alone in the same turn. Flags of
 serve.py work too.
 """
 
@@ -36,20 +36,20 @@ Measure = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with the engine's config; argparse exits by itself for --help. Raises
-    UsageError or ConfigError."""
+    """Parses and checks the command line, with the engine's config; argparse exits for --help.
+    Raises UsageError or ConfigError."""
     parser = BenchParser("fronts", description=__doc__)
     parser.number("streams", 32, "requests at once")
     parser.number("input_len", 128, "prompt tokens")
     parser.number("output_len", 64, "output tokens")
-    parser.number("latencies", 5, "requests one at a time, each turn")
+    parser.number("latencies", 5, "requests one at a time in each turn")
     parser.number("repeats", 5, "turns")
     parser.number("seed", 0, "of prompts", least=0)
     return parser.parse_serving(argv)[0]
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints; the exit code. Raises ConfigError and BenchError."""
+    """Measures and prints; returns the exit code. Raises ConfigError and BenchError."""
     where, turns = machine(), run(args)
     result = {"command": "fronts", "turns": turns, "costs": costs(turns)}
     print_result(args, text(turns), {**result, "machine": where, "versions": versions()})
@@ -57,8 +57,8 @@ def show(args: argparse.Namespace) -> int:
 
 
 def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Each turn's tokens_per_s, cpu_us (of a token) and ttft_ms, by frontend."""
-    from jaxserve.engine.startup.build import build_engine  # late: jax takes seconds
+    """Each turn's tokens_per_s, cpu_us (per token) and ttft_ms, by frontend."""
+    from jaxserve.engine.startup.build import build_engine  # imported late: jax takes seconds
     from jaxserve.server.http.options import http_settings
     from jaxserve.server.server import Server
 
@@ -87,7 +87,7 @@ def _turns(
 ) -> dict[str, list[dict[str, float]]]:
     shape = {"input_len": args.input_len, "output_len": args.output_len}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
-    # Turn 0 is to warm up.
+    # Turn 0 warms up.
     for turn, name in in_turns(list(measures), 1 + args.repeats):
         seed = {"seed": args.seed + turn}
         offline = {"count": args.streams, "repeats": 1, **shape, **seed}
@@ -104,7 +104,7 @@ def _turns(
 
 @contextlib.contextmanager
 def _client(door: str, address: str, served: Mapping[str, Any]) -> Iterator[Measure]:
-    """Measures through a door, in a process of its own."""
+    """Measures through a frontend, in a separate process."""
     plain = {name: served[name] for name in ("vocab_size", "max_model_len", "pool_tokens", "model")}
     command = [sys.executable, "-m", "jaxserve_lab.bench.frontend_client", door, address]
     with subprocess.Popen(
@@ -126,8 +126,8 @@ def _client(door: str, address: str, served: Mapping[str, Any]) -> Iterator[Meas
 
 
 def costs(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
-    """What each door costs, as medians over turns: the share of throughput that is lost, and the
-    cpu_us and ttft_ms that are added."""
+    """The cost of each frontend, as medians over turns: the lost share of throughput, and the added
+    cpu_us and ttft_ms."""
     found = {}
     for door in DOORS:
         pairs = list(zip(turns[ALONE], turns[door], strict=True))

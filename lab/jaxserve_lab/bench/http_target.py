@@ -1,4 +1,4 @@
-"""A server's HTTP door as a target of measurements."""
+"""A server's HTTP frontend as a target of measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATIENCE_S = 600.0
 
 class HttpTarget(ThreadedTarget):
     """A running server; a `Target` of jobs without SLO targets. served: the fields of EngineInfo,
-    which HTTP does not offer."""
+    which HTTP does not have."""
 
     def __init__(self, address: str, served: Mapping[str, Any]) -> None:
         self._address, self._served = address, dict(served)
@@ -24,14 +24,14 @@ class HttpTarget(ThreadedTarget):
         return self._served
 
     def serve(self, job: Job, record: Record) -> None:
-        """See `ThreadedTarget`; a connection of its own."""
+        """See `ThreadedTarget`; each has its own connection."""
         body = {
             "prompt": job.prompt,
             "max_tokens": job.max_tokens,
             "temperature": job.temperature,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"continuous_usage_stats": True},  # how many tokens a chunk has
+            "stream_options": {"continuous_usage_stats": True},  # counts the tokens of a chunk
         }
         connection = http.client.HTTPConnection(self._address, timeout=_PATIENCE_S)
         headers = {"Content-Type": "application/json"}

@@ -1,5 +1,5 @@
-"""Policies that take turns at serving, each on an engine of its own with the same small pool, so
-that what drifts on the machine falls on all of them."""
+"""Policies that take turns at serving, each on its own engine with the same small pool, so that
+drift of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.workloads.workload import Workload
 from jaxserve_lab.bench.policy_names import policy_names
 
-if TYPE_CHECKING:  # jax takes seconds, and a wrong command line should answer at once
+if TYPE_CHECKING:  # jax takes seconds; errors in the command line should come at once
     from jaxserve.engine.engine import Engine
 
 HOST_GIB = 0.0625  # of host memory for checkpoints, for policies that make them
 WARM_UP = 8  # requests
-RECORD_MIB = 1024  # as good as without limit
+RECORD_MIB = 1024  # practically without limit
 
 
 class TurnsParser(BenchParser):
     """The parser of a command whose policies take turns.
 
     Args:
-        name: the command's.
-        description: for --help.
-        policies: default of --policies.
+        name: The command's name.
+        description: Text for --help.
+        policies: Default of --policies.
     """
 
     def __init__(self, name: str, description: str | None, policies: Sequence[str]) -> None:
@@ -52,8 +52,8 @@ class TurnsParser(BenchParser):
         self.add_argument("--policies", default=known, help=told)
 
     def parse(self, argv: Sequence[str]) -> Namespace:
-        """The arguments, checked, with `policies` as a list and the engine's configuration as
-        `config`. Raises UsageError or ConfigError."""
+        """Parses and checks the command line, with `policies` as a list and the engine's
+        configuration as `config`. Raises UsageError or ConfigError."""
         args, _ = self.parse_serving(argv)
         args.policies = policy_names(args.policies)
         check_unrecorded(args.config, args.command)
@@ -61,7 +61,7 @@ class TurnsParser(BenchParser):
 
 
 def check_unrecorded(config: Config, command: str) -> None:
-    """Raises UsageError for a configuration that has the engine record what it serves."""
+    """Raises UsageError for a configuration that makes the engine record."""
     if config.engine.record:
         raise UsageError(f"--config.engine.record: {command} makes recordings of its own")
 
@@ -69,15 +69,15 @@ def check_unrecorded(config: Config, command: str) -> None:
 def configured(
     config: Config, policy: str, record: Path, *, requests: int, longest: int, num_blocks: int
 ) -> Config:
-    """The configuration for one policy, which also records all that is served.
+    """The configuration for one policy, which also records everything.
 
     Args:
-        config: the user's; what it says of pool and request sizes wins.
-        policy: its name.
-        record: the recording's file.
-        requests: the queue has room for at least so many.
-        longest: tokens of a request, at most.
-        num_blocks: of the pool.
+        config: The user's; its pool and request sizes take precedence.
+        policy: The policy's name.
+        record: The recording's file.
+        requests: Least room in the queue.
+        longest: Most tokens of a request.
+        num_blocks: Blocks of the pool.
     """
     cache, least = config.cache, HOST_GIB if make_policy(policy).moves_cache else 0.0
     return config.with_fields(
@@ -97,8 +97,8 @@ def engines(
     configs: Mapping[str, Config], loads: Sequence[Workload], seed: int
 ) -> Iterator[dict[str, Engine]]:
     """Builds and starts an engine for each configuration, warms it up with WARM_UP requests, and
-    stops all of them at the end. Raises ConfigError for what cannot be built, and BenchError for
-    loads that do not fit."""
+    stops all of them at the end. Raises ConfigError for engines that cannot be built, and
+    BenchError for loads that do not fit."""
     built: dict[str, Engine] = {}
     try:
         for name, config in configs.items():
@@ -117,20 +117,20 @@ def engines(
 def again(
     recording: Recording, first: int, count: int, *, own_steps: bool
 ) -> tuple[Recording, SimulationResult]:
-    """Simulates requests that were served, under the policy that served them.
+    """Simulates served requests under the same policy.
 
     Args:
-        recording: in which these requests were alone while they were served.
-        first: number of the first request.
-        count: number of requests.
-        own_steps: whether the simulated system is fitted to their own steps too, for want of
+        recording: A recording in which these requests were served without others.
+        first: Number of the first request.
+        count: Number of requests.
+        own_steps: Whether the simulated system is also fitted to their own steps, if there are no
             others.
 
     Returns:
         The recording of these requests, and their simulation.
 
     Raises:
-        RecordingError: there are too few steps to fit a system to.
+        RecordingError: There are too few steps to fit a system.
     """
     steps = recording.steps
     if not own_steps:
@@ -151,7 +151,7 @@ def show(
     args: Namespace, measure: Callable[[Namespace], dict[str, Any]], text: Callable[..., str]
 ) -> int:
     """Measures, prints, and returns the exit code. `measure` returns the command's own part of the
-    JSON object, with a `model`; what was asked, and the machine, are added here."""
+    JSON object, with a `model`; the arguments and the machine are added here."""
     asked = {name: value for name, value in vars(args).items() if name != "config"}
     where, found = machine(), measure(args)
     result = {

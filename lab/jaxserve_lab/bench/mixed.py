@@ -1,17 +1,18 @@
-"""Real-time requests over a best-effort batch, served under several policies, and simulated.
+"""Real-time requests with a best-effort batch, served under several policies, and simulated.
 
     jaxserve bench mixed
     jaxserve bench mixed --policies=bros,vllm --rate=20 --repeats=1 --json
 
-Each policy has an engine of its own, with the same small pool. A batch of best-effort requests is
-there at once, and real-time ones come at random times beside it, until both are done; the policies
-take turns, so that what drifts on the machine falls on all of them. All is recorded, and each
-recording simulated under its policy, limits and pool, on a system fitted to the other turns' steps
-(to its own, if there are none): the line below what was served. Numbers are medians over the turns.
+Each policy has its own engine with the same small pool. A batch of best-effort requests is
+submitted at the start, and real-time requests arrive at random times, until both are done; the
+policies take turns, so that drift of the machine affects all of them. Everything is recorded, and
+each recording is simulated with its policy, limits and pool, on a system fitted to the other turns'
+steps (to its own, if there are none): the line below the served one. Numbers are medians over the
+turns.
 
 Lengths are those of the paper (BROS section 7.1: ShareGPT's for real-time requests, 512 to 1024 in
-and 32 to 128 out for best-effort ones) over --scale, and the targets, which are 400 and 200 ms
-there, are for the model in the box on a CPU; a target for the time between tokens is one for its
+and 32 to 128 out for best-effort ones) divided by --scale. The targets, 400 and 200 ms in the
+paper, are adapted to the model in the box on a CPU; a target for the time between tokens is for the
 mean over a request. Flags of serve.py work too: --config=, --config.cache.num_blocks=, ...
 """
 
@@ -41,8 +42,8 @@ from jaxserve.simulator.workloads.workload import Lengths, Workload, poisson_arr
 from jaxserve_lab.bench import interleaved
 
 POLICIES = ("bros", "round_robin", "vllm", "priority")
-BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before they are scaled
-NUM_BLOCKS, LONGEST = 128, 384  # of the pool; tokens of a request
+BATCH_PROMPT, BATCH_OUTPUT = (512, 1024), (32, 128)  # tokens, before scaling
+NUM_BLOCKS, LONGEST = 128, 384  # the pool's; tokens of a request
 MEASURES = {
     "normalised_ms": ("ms per token", "{:.2f}"),
     "ttft_attained": ("of TTFT", "{:.1%}"),
@@ -57,13 +58,13 @@ MEASURES = {
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with the configuration as `config`; argparse exits by itself for
+    """Parses and checks the command line, with the configuration as `config`; argparse exits for
     --help. Raises UsageError or ConfigError."""
     parser = interleaved.TurnsParser("mixed", __doc__, POLICIES)
     parser.number("rate", 16.0, "real-time requests/s", least=None)
     parser.number("num_requests", 120, "real-time requests")
     parser.number("batch", 250, "best-effort requests")
-    parser.number("scale", 4.0, "what the paper's lengths are divided by", least=None)
+    parser.number("scale", 4.0, "divisor of the paper's lengths", least=None)
     parser.number("ttft_ms", 100.0, "target of real-time requests for the first token", least=None)
     parser.number("tbt_ms", 25.0, "their target for the mean time between tokens", least=None)
     parser.number("repeats", 3, "turns; medians count")
@@ -95,7 +96,7 @@ def workload(args: argparse.Namespace, turn: int) -> Workload:
 def _in_order(
     prompt: np.ndarray, output: np.ndarray, due: np.ndarray, args: argparse.Namespace
 ) -> Workload:
-    """The real-time requests come first in the arrays."""
+    """Real-time requests come first in the arrays."""
     count = args.num_requests + args.batch
     realtime = np.arange(count) < args.num_requests
     terms = dataclasses.replace(
@@ -110,8 +111,8 @@ def _in_order(
 
 
 def show(args: argparse.Namespace) -> int:
-    """Serves, simulates and prints; the exit code. Raises ConfigError, BenchError, WorkloadError
-    and RecordingError."""
+    """Serves, simulates and prints; returns the exit code. Raises ConfigError, BenchError,
+    WorkloadError and RecordingError."""
     return interleaved.show(args, _measure, text)
 
 
@@ -133,7 +134,8 @@ def _longest(config: Config) -> int:
 def _serve(
     args: argparse.Namespace, loads: list[Workload], paths: Mapping[str, Path]
 ) -> tuple[dict[str, list[list[StepStats]]], dict[str, Any]]:
-    """Records all turns of all policies. The steps of each turn, by policy; what served them."""
+    """Records all turns of all policies. Returns the steps of each turn, by policy, and a
+    description of the engines."""
     steps: dict[str, list[list[StepStats]]] = {name: [] for name in args.policies}
     size = {"requests": len(loads[0]), "longest": LONGEST, "num_blocks": NUM_BLOCKS}
     configs = {
@@ -156,8 +158,8 @@ def _serve(
 def _compare(
     recording: Recording, steps: list[list[StepStats]], args: argparse.Namespace
 ) -> dict[str, Any]:
-    """One policy: medians of what was served and of what is predicted, and each turn's. steps: of
-    each turn."""
+    """One policy: medians of the served and predicted measures, and each turn's. steps: each
+    turn's."""
     count = args.num_requests + args.batch
     turns: dict[str, list[dict[str, float]]] = {"served": [], "simulated": []}
     for turn, taken in enumerate(steps):
@@ -175,8 +177,8 @@ def _compare(
 
 
 def _measures(result: SimulationResult, lengthening: np.ndarray) -> dict[str, float]:
-    """MEASURES of a turn: of the real-time requests, then of the batch: its tokens until its last
-    one, and what it cost. lengthening: of each step, see `sched.tiers`."""
+    """MEASURES of a turn: of the real-time requests, then of the batch: its tokens up to its last
+    one, and its cost. lengthening: of each step, see `sched.tiers`."""
     terms = result.requests.workload.terms
     realtime = terms.tier == Tier.REALTIME
     mine, batch = result.requests.times.select(realtime), result.requests.times.select(~realtime)

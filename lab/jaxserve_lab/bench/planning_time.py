@@ -1,16 +1,16 @@
-"""How long policies take to plan one step. The device waits for a plan that takes longer than the
-step before it.
+"""How long policies take to plan a step. The device waits for a plan that takes longer than the
+previous step.
 
     jaxserve bench plan
     jaxserve bench plan --policies=sarathi,edf --candidates=1600 --json
 
-Two situations for each number of candidates, every second one of which is best-effort: all of them
-decode, or half of them decode while the other half waits and memory lasts for some. For policies
-that plan hidden caches every second request that runs has one, and there are two more: all but an
+There are two situations for each number of candidates, half of them best-effort: all decode, or
+half of them decode while the others wait and memory suffices for some. For policies that plan
+hidden caches, every second running request has one, and there are two more situations: all but an
 eighth wait ("prefill"), and all decode, but the pool lacks half of the blocks that they need next
 ("scarce"). For policies that move caches there is one in which the best-effort half runs and holds
-all memory, which the real-time half, part running, part waiting, needs ("full"). Times are of this
-thread's CPU, so a busy machine disturbs them little.
+all memory, while the real-time half, partly running, partly waiting, needs it ("full"). Times are
+this thread's CPU time, so a busy machine hardly disturbs them.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from jaxserve_lab.bench.policy_names import policy_names
 CANDIDATES = (50, 100, 200, 400, 800, 1600)
 REPEATS = 50
 BLOCK_SIZE, PROMPT, OUTPUT = 16, 24, 40
-RHO = 1e-6  # seconds a hidden token
+RHO = 1e-6  # seconds per hidden token
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked; argparse exits by itself where they are wrong."""
+    """Parses and checks the command line; argparse exits on errors."""
     parser = BenchParser("plan", description=__doc__)
     parser.add_argument("--policies", help="names, separated by commas (all of them)")
     parser.add_argument(
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints; the exit code."""
+    """Measures and prints; returns the exit code."""
     result = {name: measure(name, args.candidates, args.repeats) for name in args.policies}
     print_result(args, text(result, args.candidates), {"command": "plan", "plan_ms": result})
     return 0
@@ -93,7 +93,7 @@ def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[st
 
 
 class _EverySecondHidden(Policy):
-    """Starts whom Sarathi starts, every second one with a hidden cache."""
+    """Starts the requests that Sarathi starts, every second one with a hidden cache."""
 
     def __init__(self) -> None:
         self._policy = make_policy("sarathi_pc", watermark=0.0)
@@ -109,13 +109,13 @@ class _EverySecondHidden(Policy):
 
 
 def scarce(count: int) -> Scheduler:
-    """A scheduler with `count` requests that all decode, and blocks for half of what they need in
-    the next step."""
+    """A scheduler with `count` decoding requests, and half of the blocks that they need in the next
+    step."""
     scheduler = situation(count, 0, hidden=True, capacity=3 * count)
     table, pool = scheduler.table, scheduler.pool
     rows = table.in_state(State.RUNNING)
     need = pool.needed(rows, table.computed[rows] + 1, pool.kind[rows])
-    for row in range(count, 3 * count):  # rows that no request has take the rest
+    for row in range(count, 3 * count):  # rows without requests take the rest
         excess = pool.num_free - int(need.sum()) // 2
         pool.open_cache(row, CacheKind.HIDDEN)
         pool.grow(row, tokens_in(min(excess, pool.width), BLOCK_SIZE, CacheKind.HIDDEN))
@@ -123,7 +123,7 @@ def scarce(count: int) -> Scheduler:
 
 
 def _scheduler(policy: Policy, count: int, num_blocks: int, **options: Any) -> Scheduler:
-    """For so many requests, all prompts of which fit a batch."""
+    """A view for that many requests, whose prompts all fit a batch."""
     return Scheduler(
         policy,
         Limits(2 * count * PROMPT, 2 * count * PROMPT, count),
@@ -139,10 +139,10 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
     """A scheduler in mid-flight.
 
     Args:
-        count: number of requests.
-        waiting: how many of them have not started; the pool has room for an eighth of these.
-        hidden: whether every second request that runs has a hidden cache.
-        capacity: rows of the table, if more than there are requests.
+        count: Number of requests.
+        waiting: Number of waiting requests; the pool has room for an eighth of them.
+        hidden: Whether every second running request has a hidden cache.
+        capacity: Rows of the table, if more than requests.
     """
     running = count - waiting
     blocks = int(blocks_for(PROMPT + OUTPUT, BLOCK_SIZE)) * running
@@ -154,7 +154,7 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
         rho=RHO if hidden else None,
     )
     for number in range(count):
-        if number == running:  # those before start, and write between 1 and a few tokens
+        if number == running:  # earlier requests start, and write a few tokens
             for _ in range(4):
                 step = scheduler.schedule(0.0)
                 scheduler.release_finished(step)
@@ -170,8 +170,7 @@ def situation(count: int, waiting: int, *, hidden: bool = False, capacity: int =
 
 def full(name: str, count: int) -> Scheduler:
     """A scheduler under the named policy, nearly out of memory. Half of its requests are
-    best-effort; they run and hold nearly all blocks. Of the others, which are real-time, half run
-    and half wait."""
+    best-effort, run and hold nearly all blocks. Half of the real-time requests run, half wait."""
     best, blocks = count // 2, int(blocks_for(PROMPT, BLOCK_SIZE))
     num_blocks = blocks * (best + 1 + best // 50)  # watermarks included
     more = {"capacity": count, "host_slots": 2 * count * PROMPT}
@@ -185,7 +184,8 @@ def full(name: str, count: int) -> Scheduler:
 
 
 def _until_all_run(scheduler: Scheduler) -> None:
-    """A few steps at most: some policies have fewer in a batch, or run nobody who cannot grow."""
+    """Takes a few steps at most: some policies have smaller batches, or run no request that cannot
+    grow."""
     for _ in range(16):
         scheduler.receive(scheduler.schedule(0.0).emitting, 0.0)
         if not len(scheduler.table.in_state(State.WAITING)):

@@ -8,7 +8,7 @@ from jaxserve.server.startup.launch import UsageError
 
 def policy_names(text: str | None) -> list[str]:
     """The policies of --policies, separated by commas; all policies without it. Raises UsageError
-    for an unknown name, or one that is there twice."""
+    for unknown or repeated names."""
     names = text.split(",") if text else list(policies())
     for name in names:
         try:

@@ -1,12 +1,12 @@
-"""How long simulations take: seconds of this thread's CPU, compiled and in Python.
+"""How long simulations take: seconds of this thread's CPU time, compiled and in Python.
 
     jaxserve bench simulate
     jaxserve bench simulate --workload=AzureLLMInferenceTrace_conv.csv --policies=edf
 
 The setting is that of the Azure hour on docs/infermax.md: Llama-3-70B on four A100s with 100,000
 tokens of cache and batches of 16,384, and the rules `infermax_paper`; without a trace, as many
-requests are drawn as that hour has, at its rate. What numba compiles is compiled before, or read
-from disk. Latencies are printed beside, since both ways have the same outcome.
+requests are drawn as that hour has, at its rate. Code is compiled by numba before, or read from
+disk. Latencies are printed, too; both ways have the same.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ WAYS = {"compiled": True, "python": False}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked; argparse exits by itself where they are wrong."""
+    """Parses and checks the command line; argparse exits on errors."""
     parser = BenchParser("simulate", description=__doc__)
     add = parser.add_argument
     add("--policies", help="names, separated by commas (all of them)")
     add("--workload", help="a trace, or another workload of jaxserve.simulator.simulate")
-    parser.number("num_requests", None, "how many, or the first so many of a trace")
+    parser.number("num_requests", None, "requests, or the first ones of a trace")
     add("--ways", default=",".join(WAYS), help="compiled, python or both (%(default)s)")
     args: argparse.Namespace = parser.parse_args(argv)
     try:
@@ -57,8 +57,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints, policy by policy; the exit code. WorkloadError if there is no such
-    workload."""
+    """Measures and prints, policy by policy; returns the exit code. Raises WorkloadError for an
+    unknown workload."""
     workload = args.spec.make_workload()
     out = sys.stderr if args.json else sys.stdout
     width = max(map(len, args.policies)) + 1
@@ -79,7 +79,7 @@ def show(args: argparse.Namespace) -> int:
 
 def measure(name: str, workload: Workload, ways: Sequence[str]) -> dict[str, float | None]:
     """Seconds by way, None for a policy that is not compiled, and the latency, None if it was not
-    simulated in any way."""
+    simulated."""
     found: dict[str, float | None] = {"latency_s": None}
     engine = EngineOptions(kv_tokens=KV_TOKENS, rules="infermax_paper")
     run = RunOptions(compiling=lambda: print(COMPILING, file=sys.stderr, flush=True))

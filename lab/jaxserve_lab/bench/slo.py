@@ -3,19 +3,18 @@
     jaxserve bench slo
     jaxserve bench slo --policies=accelgen:long=160,vllm --load=1.2 --repeats=1 --json
 
-Each policy has an engine of its own, with the same small pool, and they take turns, so that what
-drifts on the machine falls on all of them; each turn has other requests, the same for every policy.
-All is recorded, and each turn simulated under its policy, limits and pool, on a system fitted to
-all else that this engine served. Numbers are means over the turns with 95% confidence intervals
-(Student's t).
+Each policy has its own engine with the same small pool, and they take turns, so that drift of the
+machine affects all of them; each turn has new requests, the same for every policy. Everything is
+recorded, and each turn is simulated with its policy, limits and pool, on a system fitted to
+everything else that this engine served. Numbers are means over the turns with 95% confidence
+intervals (Student's t).
 
-The requests are AccelGen's mix (section 3.1: Alpaca, ShareGPT, and 35% from BookCorpus), their
-lengths over --scale, and the prompts from BookCorpus over what makes the longest of them fit.
-Targets are multiples of what this machine takes, measured first, with the policy that is fastest
-at it: of a request's own prompt alone for its first token, of a decode step alone for the time
-between tokens, of both for the whole.
-Which class a request has is drawn, whatever its length. They come at --load times the highest rate
-at which any of the policies serves the first turn's when all of them wait at once.
+The requests are AccelGen's mix (section 3.1: Alpaca, ShareGPT, and 35% from BookCorpus), with
+lengths divided by --scale, and prompts from BookCorpus scaled so that the longest fits. Targets are
+multiples of times on this machine, measured first with the fastest policy: of the request's own
+prompt alone for its first token, of a decode step alone for the time between tokens, of both for
+the whole. Classes are drawn independently of lengths. Requests arrive at --load times the highest
+rate at which any of the policies serves the first turn's requests submitted at once.
 
 Flags of serve.py work too: --config=, --config.cache.num_blocks=, ...
 """
@@ -49,8 +48,8 @@ from jaxserve_lab.bench import interleaved
 POLICIES = ("goodput", "accelgen:long=160", "sarathi", "vllm", "edf")
 MIX = {"alpaca": 0.325, "sharegpt": 0.325, "bookcorpus": 0.35}  # shares of the requests
 DOCUMENTS = "bookcorpus"
-NUM_BLOCKS, LONGEST = 256, 512  # of the pool, four of the longest requests; tokens of a request
-SHORT, ALONE, OUTPUT = 16, 5, 32  # what is measured alone: a short prompt, how often, tokens out
+NUM_BLOCKS, LONGEST = 256, 512  # blocks, for four of the longest requests; tokens of a request
+SHORT, ALONE, OUTPUT = 16, 5, 32  # measured alone: a short prompt, repeats, output tokens
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class Multiples:
     """An SLO class of the workload.
 
     Attributes:
-        share: of the requests.
-        ttft, tbt, jct: targets, as multiples of what a request takes alone; None for no target.
+        share: Share of the requests.
+        ttft, tbt, jct: Targets, as multiples of the request's times alone; None for no target.
     """
 
     share: float
@@ -77,12 +76,12 @@ CLASSES = {
 
 @dataclass(frozen=True)
 class Alone:
-    """What requests take on an idle engine.
+    """Times of requests on an idle engine.
 
     Attributes:
         lengths: [2], prompt tokens of a short request and of the longest.
-        ttft: [2], seconds to the first token of such prompts.
-        tpot: seconds of each token after the first.
+        ttft: [2], seconds to the first token of these prompts.
+        tpot: Seconds of each token after the first.
     """
 
     lengths: tuple[int, int]
@@ -92,7 +91,7 @@ class Alone:
     @classmethod
     def measured(cls, targets: Sequence[Target], longest: int, seed: int) -> Alone:
         """Measures medians of a few requests on each target, and takes the fastest target's.
-        longest: tokens of a request."""
+        longest: tokens of the longest request."""
         lengths = (SHORT, longest - OUTPUT)
         found = [
             [runs.latency(target, ALONE, length, OUTPUT, seed) for target in targets]
@@ -111,13 +110,13 @@ class Alone:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with the configuration as `config`; argparse exits by itself for
+    """Parses and checks the command line, with the configuration as `config`; argparse exits for
     --help. Raises UsageError or ConfigError."""
     parser = interleaved.TurnsParser("slo", __doc__, POLICIES)
     parser.number("load", 0.7, "requests/s, as a multiple of the measured capacity", least=None)
     parser.number("num_requests", 150, "requests of a turn", least=len(CLASSES))
-    parser.number("scale", 4.0, "what the lengths are divided by", least=None)
-    parser.number("slo_scale", 1.0, "what the targets are multiplied by", least=None)
+    parser.number("scale", 4.0, "divisor of the lengths", least=None)
+    parser.number("slo_scale", 1.0, "factor on the targets", least=None)
     parser.number("repeats", 3, "turns of each policy")
     parser.number("seed", 0, "of lengths, classes, arrivals and prompts", least=0)
     args = parser.parse(argv)
@@ -130,7 +129,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def lengths(args: argparse.Namespace, rng: np.random.Generator) -> Lengths:
     """Lengths of a turn's requests. Outputs take at most a third of the longest request, and
-    prompts the rest of it."""
+    prompts the rest."""
     names = list(MIX)
     which = rng.choice(len(names), args.num_requests, p=list(MIX.values()))
     prompt, output = np.empty((2, args.num_requests))
@@ -151,10 +150,10 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
     """The workload of a turn, the same under every policy.
 
     Args:
-        args: of the command line.
-        turn: its number; the seed depends on it.
-        alone: what the targets are multiples of.
-        rate: requests/s.
+        args: The command line's.
+        turn: The turn's number; the seed depends on it.
+        alone: The times of which targets are multiples.
+        rate: Requests/s.
     """
     rng = np.random.default_rng((args.seed, turn))
     drawn = lengths(args, rng)
@@ -184,8 +183,8 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
 
 
 def show(args: argparse.Namespace) -> int:
-    """Serves, simulates and prints; the exit code. Raises ConfigError, BenchError, WorkloadError
-    and RecordingError."""
+    """Serves, simulates and prints; returns the exit code. Raises ConfigError, BenchError,
+    WorkloadError and RecordingError."""
     return interleaved.show(args, _measure, text)
 
 
@@ -205,7 +204,7 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any]:
-    """Records all turns of all policies. `served`: what came of them, by policy."""
+    """Records all turns of all policies. `served` has the results, by policy."""
     size = {"requests": args.num_requests, "longest": LONGEST, "num_blocks": NUM_BLOCKS}
     configs = {
         name: interleaved.configured(args.config, name, path, **size)
@@ -238,7 +237,7 @@ def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any
 
 
 def _simulated(recording: Recording, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each turn of one policy, as `runs.load` says it of one that was served."""
+    """Simulates each turn of one policy; results are like those of `runs.load`."""
     found = []
     before = interleaved.WARM_UP + 2 * ALONE + args.num_requests  # served before the first turn
     for turn in range(args.repeats):
@@ -251,7 +250,7 @@ def _simulated(recording: Recording, args: argparse.Namespace) -> list[dict[str,
 
 
 def _over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of one policy: of all numbers the mean, and half the width of its interval, None for one
+    """For one policy, the mean of each number, and half the width of its interval, None for one
     turn."""
     kept = [{k: v for k, v in turn.items() if k != "first_error"} for turn in turns]
     return {"mean": spread.mean(kept), "half_width": spread.half_width(kept), "turns": list(turns)}
@@ -284,6 +283,6 @@ def text(result: dict[str, Any]) -> str:
 
 
 def _with_all(numbers: Mapping[str, Any], count: int | None) -> dict[str, Any]:
-    """Classes, and beside them all requests as one more, of which there are `count`."""
+    """The classes, and all `count` requests as another class."""
     every = {**numbers, "requests": count}
     return {"tiers": {}, "classes": {**numbers["classes"], "all": every}}

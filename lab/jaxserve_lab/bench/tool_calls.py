@@ -3,12 +3,12 @@
     jaxserve bench tools --config=base --model=smollm2
     jaxserve bench tools --tools=100 --repeats=30 --json
 
-One server, one chat at a time, streamed over HTTP, in turns: without tools; without tools, but with
-a prompt of as many tokens; with --tools of them, which the model may call; with the same, but
-strict; and with one that is required. In a turn each comes with a prompt of which nothing is in the
-prefix cache, and then with the same one five times, of which the least counts. How much later is
-the median over turns of the ratio to the chat without tools in the same turn. Grammars are compiled
-before. Flags of serve.py work too.
+Streams one chat at a time over HTTP from one server, in turns: without tools; without tools, but
+with a prompt of as many tokens; with --tools tools, which the model may call; with the same tools,
+but strict; and with a required tool. In each turn a chat first has a prompt that is not in the
+prefix cache, then the same prompt five times, of which the fastest counts. The result is the median
+over turns of the ratio to the chat without tools in the same turn. Grammars are compiled before.
+Flags of serve.py work too.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Turns = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with the engine's config; argparse exits by itself for --help. Raises
-    UsageError or ConfigError."""
+    """Parses and checks the command line, with the engine's config; argparse exits for --help.
+    Raises UsageError or ConfigError."""
     parser = BenchParser("tools", description=__doc__)
     parser.number("tools", 20, "tools of a chat")
     parser.number("repeats", 15, "turns")
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints; the exit code. Raises ConfigError and BenchError."""
+    """Measures and prints; returns the exit code. Raises ConfigError and BenchError."""
     where, (tokens, turns) = machine(), run(args)
     result = {"command": "tools", "prompt_tokens": tokens, "ttft_ms": turns, "later": later(turns)}
     print_result(args, text(tokens, turns), {**result, "machine": where, "versions": versions()})
@@ -55,7 +55,7 @@ def show(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> tuple[dict[str, int], dict[str, dict[str, list[float]]]]:
     """Tokens of each kind of chat, and its times to the first token in ms, FRESH and CACHED."""
-    from jaxserve.engine.startup.build import build_engine  # late: jax takes seconds
+    from jaxserve.engine.startup.build import build_engine  # imported late: jax takes seconds
     from jaxserve.server.http.options import http_settings
     from jaxserve.server.server import Server
     from jaxserve.server.startup.launch import find_checkpoint
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> tuple[dict[str, int], dict[str, dict[str, l
 def measured(
     address: str, count: int, repeats: int
 ) -> tuple[dict[str, int], dict[str, dict[str, list[float]]]]:
-    """The same, of the server at this address, for so many tools and turns."""
+    """The same for the server at this address, with this many tools and turns."""
     connection = http.client.HTTPConnection(address, timeout=_PATIENCE_S)
     chats = kinds(count, lambda body: _tokens(connection, body))
     tokens = {name: _tokens(connection, body) for name, body in chats.items()}
     found: dict[str, dict[str, list[float]]] = {name: {FRESH: [], CACHED: []} for name in chats}
-    for turn, name in in_turns(list(chats), 1 + repeats):  # turn 0 is to warm up
+    for turn, name in in_turns(list(chats), 1 + repeats):  # turn 0 warms up
         salt = f"{name} {turn}"
         body = {**chats[name], "cache_salt": salt}
         fresh, *again = (_ttft_ms(connection, body) for _ in range(1 + _AGAIN))
@@ -88,11 +88,11 @@ def measured(
 
 
 def kinds(count: int, tokens: Callable[[Mapping[str, Any]], int]) -> dict[str, dict[str, Any]]:
-    """Bodies of the chats. tokens: of a body's prompt."""
+    """Bodies of the chats. tokens: counts a body's prompt tokens."""
     plain, free = {"messages": [ASK]}, {"messages": [ASK], "tools": some_tools(count)}
     strict = {**free, "tools": some_tools(count, strict=True)}
     about, wanted = json.dumps(free["tools"]), tokens(free)
-    least, most = 0, len(about)  # characters that make a prompt of as many tokens
+    least, most = 0, len(about)  # characters for a prompt of as many tokens
 
     def as_long(length: int) -> dict[str, Any]:
         return {"messages": [{"role": "system", "content": about[:length]}, ASK]}
@@ -112,7 +112,7 @@ def kinds(count: int, tokens: Callable[[Mapping[str, Any]], int]) -> dict[str, d
 
 
 def some_tools(count: int, *, strict: bool = False) -> list[dict[str, Any]]:
-    """Tools of a few parameters each."""
+    """Tools with a few parameters each."""
     schema = {
         "type": "object",
         "properties": {
@@ -138,7 +138,7 @@ def some_tools(count: int, *, strict: bool = False) -> list[dict[str, Any]]:
 
 
 def _tokens(connection: http.client.HTTPConnection, body: Mapping[str, Any]) -> int:
-    """Of the body's prompt."""
+    """Tokens of the body's prompt."""
     asked = {name: body[name] for name in ("messages", "tools") if name in body}
     return int(json.loads(_posted(connection, "/tokenize", asked).read())["count"])
 
@@ -176,7 +176,7 @@ def _posted(
 
 def later(turns: Turns) -> dict[str, dict[str, dict[str, float]]]:
     """By kind of chat with tools, and FRESH or CACHED: how much later the first token comes than
-    with PLAIN and with AS_LONG, as a share of theirs."""
+    with PLAIN and with AS_LONG, as a share of their times."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in [name for name in turns if name not in (PLAIN, AS_LONG)]:
         found[name] = {}

@@ -18,7 +18,7 @@ class Loops:
     """The loops of one kernel.
 
     Attributes:
-        name: the kernel's.
+        name: The kernel's.
         bundles: Bundles of the whole kernel.
         cycles: Cycles of an iteration of each loop, in the order of the code, without inner loops.
     """

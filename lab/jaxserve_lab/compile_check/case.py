@@ -171,15 +171,15 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
     """Sizes the model's pool as the engine would, given the target's memory.
 
     Args:
-        model: as for `model_shape`.
-        target: the kind of device.
-        mesh: the devices over which to shard the model.
-        sizes: the engine's configuration.
-        backend: a backend's name, or "auto" for the platform's own, with XLA's if that does not
+        model: As for `model_shape`.
+        target: The kind of device.
+        mesh: The devices over which to shard the model.
+        sizes: The engine's configuration.
+        backend: A backend's name, or "auto" for the platform's own, with XLA's if that does not
             support the shape.
 
     Raises:
-        ConfigError: the weights leave no room for a pool.
+        ConfigError: The weights leave no room for a pool.
         ValueError: The model is unknown, cannot be quantised or sharded this way, or the named
             backend does not support it.
     """

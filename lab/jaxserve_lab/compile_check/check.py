@@ -27,8 +27,8 @@ class Wish:
     """What to compile, and for which engine.
 
     Attributes:
-        programs: in any order.
-        sizes: the engine's configuration.
+        programs: In any order.
+        sizes: The engine's configuration.
         backend: "auto", or an attention backend's name.
     """
 
@@ -42,7 +42,7 @@ class Checked:
     """One model on one target, checked.
 
     Attributes:
-        model, target: what was checked.
+        model, target: What was checked.
         case: The layout that was compiled; None if nothing was.
         results: One for each program, or a single one that says why nothing was compiled.
         too_small: Why fewer devices are not enough, one line for each number tried.
@@ -61,11 +61,11 @@ def check_model(
     """Compiles a model's programs for a target, on as few devices as it fits.
 
     Args:
-        model: as for `model_shape`.
-        target: the kind of device.
-        count: number of devices; AUTO tries powers of two until the model fits.
-        wish: what to compile.
-        tell: called with each result at once.
+        model: As for `model_shape`.
+        target: The kind of device.
+        count: Number of devices; AUTO tries powers of two until the model fits.
+        wish: What to compile.
+        tell: Called with each result at once.
 
     Raises:
         TargetError: The target has no group with that many devices.

@@ -51,9 +51,9 @@ class Asked(NamedTuple):
     """What is to be compiled of one model.
 
     Attributes:
-        model: as for `model_shape`.
-        targets: each with the number of devices, or AUTO.
-        wish: the programs.
+        model: As for `model_shape`.
+        targets: Each with the number of devices, or AUTO.
+        wish: The programs.
     """
 
     model: str

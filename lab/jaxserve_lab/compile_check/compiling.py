@@ -46,7 +46,7 @@ class Result:
         fits: Whether the device has that much. None for a kernel alone, since the device must hold
             more than its arguments.
         findings: The analysis of the compiled program.
-        reason: why it was not compiled; "" if it was.
+        reason: Why it was not compiled; "" if it was.
     """
 
     target: str

@@ -23,12 +23,12 @@ class Target:
     Attributes:
         name: Name of its file under targets/.
         platform: "cuda" or "tpu".
-        device: the maker's name.
+        device: The maker's name.
         memory_bytes: Bytes that a program may use on one device.
         source: Source of memory_bytes.
-        topologies: the compiler's names of device groups, with the number of devices in each.
-        options: further arguments of `get_topology_desc`; TPU only.
-        gpu: fields of XLA's GpuDeviceInfoProto; GPU only.
+        topologies: The compiler's names of device groups, with the number of devices in each.
+        options: Further arguments of `get_topology_desc`; TPU only.
+        gpu: Fields of XLA's GpuDeviceInfoProto; GPU only.
     """
 
     name: str

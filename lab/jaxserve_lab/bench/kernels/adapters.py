@@ -1,11 +1,11 @@
-"""What adapters (LoRA) cost a decode step: of half of the rows, beside the same step without any.
+"""The cost of adapters (LoRA) for half of a decode step's rows, compared with the step without.
 
     jaxserve bench adapters
     jaxserve bench adapters --model=opt-125m --dtype=bfloat16 --adapters=8 --rank=16
     jaxserve bench adapters --loras=16 --json
 
-Both are the engine's own steps with random weights. They take turns, so that what drifts on the
-machine falls on both.
+Both are the engine's own steps with random weights. They take turns, so that drift of
+the machine affects both.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked. Raises UsageError."""
+    """Parses and checks the command line. Raises UsageError."""
     parser = BenchParser("adapters", description=__doc__)
     parser.add_argument("--model", default="opt-125m", help="a preset, or tiny (%(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="%(default)s")
     parser.number("rows", 16, "rows of the step, every other one with an adapter", least=2)
     parser.number("context", 128, "cached tokens of each row")
-    parser.number("adapters", 4, "adapters, which those rows have in turns")
+    parser.number("adapters", 4, "adapters, used by these rows in turns")
     parser.number("rank", 16, "of each")
     parser.number("loras", 0, "lora.max_loras; 0: as many as adapters", least=0)
     parser.number("max_rank", 16, "lora.max_rank")
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints; the exit code."""
+    """Measures and prints; returns the exit code."""
     base, adapted = measure(args)
     ratio = statistics.median(b / a for a, b in zip(base, adapted, strict=True))
     lines = (
@@ -97,7 +97,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> tuple[list[float], list[float]]:
-    """Seconds of a step without and with adapters, of each pair of runs."""
+    """Seconds of a step without and with adapters, for each pair of runs."""
     config = inputs.model_config(args.model)
     family, platform = get_family(config.family), jax.default_backend()
     dtype, backend = jnp.dtype(args.dtype), resolve_backend("auto")

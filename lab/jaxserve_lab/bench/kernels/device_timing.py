@@ -1,8 +1,8 @@
-"""Seconds of work on the device: many calls inside one compiled loop, so that launching costs
-nothing, and the difference of two lengths of it, so that its ends cost nothing either.
+"""Seconds of work on the device: many calls inside one compiled loop, to exclude launching, and the
+difference between two lengths of the loop, to exclude its start and end.
 
-On an NVIDIA GPU the clock is CUPTI's, the timestamps that the device itself takes at each kernel's
-start and end; elsewhere, and where CUPTI does not answer, the host's.
+On an NVIDIA GPU the clock is CUPTI's, the device's timestamps at each kernel's start and end;
+elsewhere, or if CUPTI does not work, the host's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 SHORT = 2  # calls in the shorter loop
-MOST = 128  # and at most that many more in the longer one
-LEAST_SEEN = 0.2  # of the host's seconds; CUPTI may miss kernels, of CUDA graphs for one
+MOST = 128  # most additional calls in the longer one
+LEAST_SEEN = 0.2  # of the host's seconds; CUPTI may miss kernels, such as in CUDA graphs
 DEVICE, HOST = "cupti", "host clock"
 _CUPTI = "jax._src.lib.mosaic_gpu"  # jax has no public door to it
 
@@ -28,9 +28,9 @@ class Timing:
     """How long a call of a `Loop` takes.
 
     Attributes:
-        seconds: of one call.
-        clock: what measured it, DEVICE or HOST.
-        host_seconds: the same by the host's clock, as a cross-check.
+        seconds: Of one call.
+        clock: What measured it, DEVICE or HOST.
+        host_seconds: The same by the host's clock, as a cross-check.
     """
 
     seconds: float
@@ -43,10 +43,9 @@ class Loop:
     """A kernel to be called again and again.
 
     Attributes:
-        step: step(i, carry, inputs) -> carry. The traced int32 i counts the calls; it picks a layer
-            or another set of inputs, so that what is read is not in a cache from the call before.
-        carry: of the first call; donated.
-        inputs: the same for all calls.
+        step: step(i, carry, inputs) -> carry. The traced int32 i counts the calls; it selects a
+            layer or a set of inputs, so that data of the previous call in a cache does not help.
+            carry: The first call's carry; donated. inputs: The same for all calls.
     """
 
     step: Callable[[jax.Array, Any, Any], Any]
@@ -54,7 +53,7 @@ class Loop:
     inputs: Any
 
     def compiled(self, calls: int) -> Callable[[], None]:
-        """Compiles a loop of that many calls. The function returned runs it and waits."""
+        """Compiles a loop of that many calls. The returned function runs it and waits."""
 
         def body(carry: Any, inputs: Any) -> Any:
             return jax.lax.fori_loop(0, calls, lambda i, c: self.step(i, c, inputs), carry)
@@ -81,7 +80,7 @@ def measure(loop: Loop, *, budget: float = 0.3, repeats: int = 5) -> Timing:
 
 
 def has_cupti() -> bool:
-    """Whether kernels can be timed by the device itself."""
+    """Whether the device itself can time kernels."""
     return jax.default_backend() == "gpu" and _cupti() is not None
 
 
@@ -103,7 +102,7 @@ def _host_seconds(run: Callable[[], None]) -> float:
 
 
 def _device_seconds(run: Callable[[], None]) -> float:
-    """Sum of the run's kernels; 0 where CUPTI says nothing."""
+    """Sum of the run's kernels; 0 if CUPTI reports none."""
     cupti = _cupti()
     if cupti is None:
         return 0.0

@@ -41,13 +41,13 @@ class StepSize:
     """A decode step of a preset's model.
 
     Attributes:
-        model: a preset's name, or "tiny".
-        rows: requests.
-        context: cached tokens of each request, this step's included.
-        block_size: tokens of a block.
-        dtype: of weights and pool, where these do not say otherwise:
-        quantization: of the weights, as `model.quantization` has it.
-        cache: dtype of the pool.
+        model: A preset's name, or "tiny".
+        rows: Requests.
+        context: Cached tokens of each request, this step's included.
+        block_size: Tokens of a block.
+        dtype: Dtype of weights and pool, unless the next two are set.
+        quantization: The weights' quantization, as in `model.quantization`.
+        cache: Dtype of the pool.
     """
 
     model: str
@@ -71,14 +71,14 @@ class StepSize:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A decode step's time beside its floor.
+    """A decode step's time and its floor.
 
     Attributes:
-        model, weights, rows, context: as in `StepSize`.
-        cache: its kind and dtype, in words.
-        seconds: of one step, the median.
-        floor_bytes: the least that a step must read: every weight once, but for experts that no
-            token goes to, and the cache once.
+        model, weights, rows, context: As in `StepSize`.
+        cache: The cache's kind and dtype, in words.
+        seconds: Median time of a step.
+        floor_bytes: The least that a step must read: every weight once, except experts that get no
+            token, and the cache once.
         floor_seconds: floor_bytes at the measured copy rate.
     """
 
@@ -98,9 +98,9 @@ class StepTime:
 
 
 def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTime]:
-    """Times decode steps with a KV cache and, where the model can have one that absorbs, and is all
-    of one dtype, with a hidden cache (Apt-Serve section 4.2). copy_rate: bytes/s. ValueError for an
-    unknown model."""
+    """Times decode steps with a KV cache and, if the model supports absorbed reads and has only one
+    dtype, with a hidden cache (Apt-Serve section 4.2). copy_rate: bytes/s. Raises ValueError for
+    an unknown model."""
     config = inputs.model_config(size.model)
     family = get_family(config.family)
     config = with_quantization(family, config, size.quantization)
@@ -108,7 +108,7 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
     dtype = jnp.dtype(size.dtype)
     params = load_params(None, family, config, dtype=dtype, load_format="random")
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    if params.lm_head is not None:  # else a step reads the whole table
+    if params.lm_head is not None:  # otherwise a step reads the whole table
         weights -= sum(leaf.nbytes for leaf in jax.tree.leaves(params.embed_tokens))
     weights -= unread_bytes(params, config, size.rows)
     vectors = size.rows * size.context * config.num_layers * heads.vector_bytes(size.cached)
@@ -118,7 +118,7 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
         cases.append(("hidden, absorbed", HIDDEN, vectors))
     found = []
     for name, kind, cached in reversed(cases):
-        if kind == KV:  # as an engine without hidden caches has them
+        if kind == KV:  # as in an engine without hidden caches
             params = transpose_loaded(fuse_loaded(params, family, config), dtype)
         floor = weights + cached
         seconds = _step_seconds(size, kind, family, config, heads, params, backend)
@@ -142,7 +142,7 @@ def _step_seconds(
     rows = _decodes(size, kind, np.random.default_rng(0).permutation(blocks))
     placed = pool_format(pool)
     step = _engine_step(family, config, rows, backend, placed, jnp.dtype(size.dtype))
-    # Where the step puts its results, lest it be compiled once for these and once for those.
+    # Placed like the step's results, so that it is compiled only once.
     pool = jax.device_put(pool, placed)
     tokens = jax.device_put(jnp.ones(size.rows, jnp.int32), pool.sharding)
 
@@ -169,7 +169,8 @@ def _greedy(logits: jax.Array) -> jax.Array:
 
 
 def _decodes(size: StepSize, kind: int, blocks: np.ndarray) -> Rows:
-    """The step's rows, whose tokens are the slots' last ones. blocks: ids of K and V for all."""
+    """The step's rows, whose tokens are the slots' last ones. blocks: ids of K and V for all
+    rows."""
     return Rows(
         counts=np.ones(size.rows, np.int64),
         contexts=np.full(size.rows, size.context - 1),
@@ -189,7 +190,7 @@ def _engine_step(
     pool_format: Any,
     dtype: jnp.dtype,
 ) -> Step:
-    """The engine's own step over these rows, and no padding."""
+    """The engine's own step for these rows, without padding."""
     hidden, (count, _, width) = rows.kind == HIDDEN, rows.tables.shape
     layout = Layout(count, count, width, count, True, count if hidden else 0, not hidden)
     placed = jnp.asarray(layout.pack(rows).buffer)
@@ -209,12 +210,12 @@ class Load:
     """Requests for `throughput`, submitted at once.
 
     Attributes:
-        model: a preset's name, or "tiny".
-        requests: how many.
-        input_len: prompt tokens of each.
-        output_len: output tokens of each.
-        dtype: of weights and pool.
-        batch_tokens: the only token bucket of the engine's steps.
+        model: A preset's name, or "tiny".
+        requests: Number of requests.
+        input_len: Prompt tokens of each.
+        output_len: Output tokens of each.
+        dtype: Dtype of weights and pool.
+        batch_tokens: The only token bucket of the engine's steps.
     """
 
     model: str
@@ -226,9 +227,8 @@ class Load:
 
 
 def throughput(load: Load, backend: str) -> dict[str, Any]:
-    """The engine's throughput with random weights; see `runs.throughput`. It has few buckets, so
-    that it compiles in little time. ConfigError for a model or backend that the engine does not
-    take."""
+    """The engine's throughput with random weights; see `runs.throughput`. It has few buckets, so it
+    compiles quickly. Raises ConfigError for a model or backend that the engine does not support."""
     tiny, longest = load.model == inputs.TINY, load.input_len + load.output_len
     blocks = load.requests * int(blocks_for(longest, choose_block_size(0)))
     config = Config().with_fields(
@@ -242,7 +242,7 @@ def throughput(load: Load, backend: str) -> dict[str, Any]:
         engine__token_buckets=(load.batch_tokens,),
         engine__compilation_cache_dir="",
         cache__num_blocks=blocks,
-        scheduler__policy="sarathi",  # nobody has targets
+        scheduler__policy="sarathi",  # there are no targets
         scheduler__max_rows=load.requests,
         scheduler__max_queue=2 * load.requests,
         scheduler__max_batch_tokens=load.batch_tokens,

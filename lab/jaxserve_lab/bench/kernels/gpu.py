@@ -1,15 +1,15 @@
-"""Everything there is to measure on a GPU, in under nine minutes.
+"""Measures everything on a GPU, in under nine minutes.
 
     jaxserve bench gpu
     jaxserve bench gpu --json_file=gpu.json --markdown=gpu.md
 
-Checks every kernel against its reference, times them, and products with weights in few bits and of
-mixtures of experts, tries decode attention by other backends, which none but whoever reads here may
-choose, then runs OPT-13B, Llama-3-8B and Qwen3-30B-A3B with random weights: decode steps against
-their byte floors with either kind of cache, and in few bits, and the engine's throughput.
---sections names some of these. Sections that would start too late are left out, and said to be; one
-that fails does not stop the others. With 80 GB, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit
-codes: 0, 1 where a check or a section failed or there is no GPU, 2 for a wrong command line.
+Checks every kernel against its reference; times kernels, products with quantised weights and
+mixtures of experts; tries decode attention by other backends, which are used only by name; then
+runs OPT-13B, Llama-3-8B and Qwen3-30B-A3B with random weights: decode steps against their byte
+floors with both kinds of cache, and quantised, and the engine's throughput. --sections selects some
+of these. Sections that would start too late are left out and reported; a failing section does not
+stop the others. With 80 GB, set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. Exit codes: 0, 1 if a check or
+a section failed or there is no GPU, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from jaxserve_lab.bench.kernels.kernel_checks import Check, check_kernels
 from jaxserve_lab.bench.kernels.mixtures import check_mixtures, time_mixtures
 from jaxserve_lab.bench.kernels.products import check_products, time_products
 
-LAST_START = 0.75  # of the minutes: what starts later would not end in time
+LAST_START = 0.75  # of the minutes; later sections would not end in time
 
 Tell = Callable[[str], None]
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked; argparse exits by itself where they are wrong."""
+    """Parses and checks the command line; argparse exits on errors."""
     parser = BenchParser("gpu", json=False, description=__doc__)
     parser.add_argument("--json_file", help="write everything here")
     parser.add_argument("--markdown", help="write the tables here, as a page")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="at most (%(default)s)")
-    parser.add_argument("--sections", help="names of some, with commas (all)")
+    parser.add_argument("--sections", help="sections, separated by commas (all)")
     args = parser.parse_args(argv)
     names, known = (args.sections or "").split(","), _sections(Plan())
     if args.sections and not set(names) <= set(known):
@@ -68,14 +68,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures, prints and writes; the exit code."""
+    """Measures, prints and writes; returns the exit code."""
     if jax.default_backend() != "gpu":
         print(
-            f"jaxserve bench gpu: there is no GPU here: jax sees {kernels.device_name()} only",
+            f"jaxserve bench gpu: there is no GPU here; jax sees {kernels.device_name()} only",
             file=sys.stderr,
         )
         return 1
-    about = {  # first: if it fails, no minutes are lost
+    about = {  # first, so that a failure loses no time
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": versions(),
@@ -108,7 +108,7 @@ def _sections(plan: Plan) -> dict[str, Section]:
 
 
 def run(plan: Plan, tell: Tell, only: Sequence[str] = ()) -> Outcome:
-    """Runs the sections, or only those, in order, as far as time lasts."""
+    """Runs the sections, or only those, in order, as long as there is time."""
     begin = time.monotonic()
     outcome = Outcome(kernels.device_name())
     for name, section in _sections(plan).items():
@@ -121,7 +121,7 @@ def run(plan: Plan, tell: Tell, only: Sequence[str] = ()) -> Outcome:
             continue
         try:
             section(plan, outcome, tell)
-        except Exception as error:  # minutes of measurements must not go with it
+        except Exception as error:  # it must not lose earlier measurements
             outcome.broken[name] = f"{type(error).__name__}: {str(error).strip()[:500]}"
             tell(f"{name}: {outcome.broken[name]}")
         outcome.seconds[name] = round(time.monotonic() - start, 1)
@@ -146,7 +146,7 @@ def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     given = plan.backend, plan.matrix, tell
     outcome.ceilings, outcome.kernels = kernels.run(plan.models, plan.workload, *given)
     for dtype in plan.caches:
-        # Pools of as many bytes: Pallas-Triton reaches none of 8 bits between 2 and 4 GiB.
+        # Pools of equal bytes: Pallas-Triton cannot index 8-bit ones between 2 and 4 GiB.
         work = replace(plan.workload, dtype=dtype, layers=2 * plan.workload.layers)
         names = ("decode attention", "prefill attention")
         run = partial(kernels.run, ceilings=outcome.ceilings, only=names)
@@ -154,7 +154,7 @@ def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
 
 
 def _ceilings(plan: Plan, outcome: Outcome) -> kernels.Ceilings:
-    """As measured before, or now if the kernels' section was left out."""
+    """The earlier ceilings, or new ones if the kernels' section was left out."""
     if outcome.ceilings is None:
         dtype = jax.numpy.dtype(plan.workload.dtype)
         outcome.ceilings = kernels.measure_ceilings(plan.matrix, dtype)

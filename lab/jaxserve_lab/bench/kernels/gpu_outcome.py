@@ -1,4 +1,4 @@
-"""What `jaxserve bench gpu` is to measure, and what it found."""
+"""The plan and the results of `jaxserve bench gpu`."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured; the defaults are for a GPU with 80 GB or more.
+    """The plan of measurements; the defaults are for a GPU with 80 GB or more.
 
     Attributes:
-        backend: of the kernels and the model.
-        dtypes: of the checks.
-        shapes: heads of the checks.
-        models: presets at whose shapes the kernels are timed.
-        workload: with which they are timed.
-        caches: dtypes of other pools with which attention over K and V is timed.
-        formats: of weights in few bits: their products are checked, and timed with `rows` rows.
-        rows: of the products that are timed.
-        mixtures: presets whose mixtures of experts are timed.
-        tokens: of the mixtures that are timed.
-        matrix: side of the square matrices for the ceilings.
-        steps: the decode steps that are timed.
-        load: of the throughput run.
-        rivals: other backends whose decode attention is tried.
-        minutes: that all of it may take.
+        backend: Backend of the kernels and the model.
+        dtypes: Dtypes of the checks.
+        shapes: Heads of the checks.
+        models: Presets with whose shapes the kernels are timed.
+        workload: Batches with which they are timed.
+        caches: Dtypes of other pools with which attention over K and V is timed.
+        formats: Formats of quantised weights whose products are checked, and timed with `rows`.
+        rows: Rows of the timed products.
+        mixtures: Presets whose mixtures of experts are timed.
+        tokens: Tokens of the timed mixtures.
+        matrix: Side of the square matrices for the ceilings.
+        steps: The timed decode steps.
+        load: The throughput run.
+        rivals: Other backends whose decode attention is tried.
+        minutes: Time limit for everything.
     """
 
     backend: str = "triton"
@@ -68,21 +68,21 @@ class Plan:
 
 @dataclass
 class Outcome:
-    """What was measured.
+    """The results.
 
     Attributes:
-        device: its name.
-        checks: whether the kernels are right.
-        ceilings: what the device does at best; None until measured.
-        kernels: their times.
-        products: times of products with weights in few bits, whose format is the dtype.
-        mixtures: times of a layer's mixture of experts.
-        trials: of other backends.
-        steps: times of decode steps.
-        load: what `runs.throughput` returned.
-        seconds: that each section took, by its name.
-        left_out: sections for which no time was left.
-        broken: the error that ended a section early, by its name.
+        device: Its name.
+        checks: Results of the kernels' checks.
+        ceilings: The device's best rates; None until measured.
+        kernels: The kernels' times.
+        products: Times of products with quantised weights, with the format as dtype.
+        mixtures: Times of a layer's mixture of experts.
+        trials: Trials of other backends.
+        steps: Times of decode steps.
+        load: The result of `runs.throughput`.
+        seconds: Time of each section, by its name.
+        left_out: Sections for which there was no time.
+        broken: Errors that ended sections early, by name.
     """
 
     device: str
@@ -100,6 +100,5 @@ class Outcome:
 
     @property
     def failed(self) -> list[Check]:
-        """Checks that ran and found an error; a check of what a backend does not take did not
-        run."""
+        """Checks that ran and found an error; checks of unsupported cases did not run."""
         return [check for check in self.checks if not check.passed and not check.why]

@@ -1,4 +1,4 @@
-"""What `jaxserve bench gpu` found, as a page."""
+"""The results of `jaxserve bench gpu` as a page."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def page(plan: Plan, outcome: Outcome, about: dict[str, Any]) -> str:
 
 
 def targets(outcome: Outcome) -> list[tuple[str, str, str]]:
-    """(target, measured, met or missed) for what was measured."""
+    """(target, measured, met or missed) for the measurements."""
     rows: list[tuple[str, str, str]] = []
 
     def add(text: str, value: float, met: bool, shown: str) -> None:
         rows.append((text, shown.format(value), "met" if met else "**missed**"))
 
-    # A kernel that the clock did not see has met nothing.
+    # A kernel that the clock missed meets no target.
     seen = [one for one in outcome.kernels if one.seconds > 0]
     by_name = {(one.model, one.kernel): one for one in reversed(seen)}  # the first dtype's
     for one in seen:

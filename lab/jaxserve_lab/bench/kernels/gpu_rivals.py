@@ -1,4 +1,4 @@
-"""Decode attention by other backends than the one that is served with: right, and faster?"""
+"""Decode attention by backends other than the default: are they correct, and faster?"""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ FLAG = "--config.engine.attention_backend"
 
 @dataclass(frozen=True)
 class Trial:
-    """Decode attention at a model's shape by one other backend.
+    """Decode attention with a model's shape by another backend.
 
     Attributes:
-        model: whose shape it is.
-        backend: the one that is tried.
-        why: why it was not run; "" if it was.
-        wrong: number of checks that failed.
-        seconds: of a call.
-        own: seconds of the same call by the backend that is served with; 0 where not measured.
+        model: The model with this shape.
+        backend: The tried backend.
+        why: Why it was not run; "" if it was.
+        wrong: Number of failed checks.
+        seconds: Time of a call.
+        own: Time of the same call by the default backend; 0 if not measured.
     """
 
     model: str
@@ -67,13 +67,13 @@ def run_trials(
     """Checks and times other backends' decode attention: one trial for each backend and model.
 
     Args:
-        backends: the ones to try.
-        models: presets whose shapes to try.
-        work: what is timed.
-        measured: times of the backend that is served with, to compare with.
-        dtypes: of the checks.
-        shapes: heads of the checks.
-        tell: prints a line of progress.
+        backends: The backends to try.
+        models: Presets whose shapes to try.
+        work: The batches to time.
+        measured: Times of the default backend, for comparison.
+        dtypes: Dtypes of the checks.
+        shapes: Heads of the checks.
+        tell: Prints a line of progress.
     """
     own = {
         one.model: one.seconds
@@ -101,7 +101,7 @@ def run_trials(
 
 
 def _refusal(backend: str, heads: Heads, work: Workload) -> str:
-    """Why a backend cannot run the decodes of such heads here, or nothing."""
+    """Why a backend cannot run decodes with these heads here, or nothing."""
     try:
         select_backend(backend, (KV,), heads.shape(work.block_size, work.dtype))
     except ValueError as error:

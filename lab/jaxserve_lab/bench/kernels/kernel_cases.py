@@ -1,4 +1,4 @@
-"""The kernels at a model's shapes: what to run, and the least that must be read, written and
+"""The kernels with a model's shapes: what to run, and the least that must be read, written and
 multiplied."""
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from jaxserve_lab.bench.kernels import kernel_inputs as inputs
 from jaxserve_lab.bench.kernels.device_timing import Loop
 from jaxserve_lab.bench.kernels.kernel_inputs import Heads, Row
 
-DRAFTS = 3  # of each row, where rows have some
+DRAFTS = 3  # per row, for rows with drafts
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the kernels are timed on.
+    """The batches with which the kernels are timed.
 
     Attributes:
-        rows: requests of a batch of decodes.
-        context: cached tokens of each decode.
-        prefill: tokens of one prompt.
-        moves: slots that are moved or staged.
-        layers: of the pool; calls rotate through them.
-        block_size: tokens of a block.
-        dtype: of the pool. Beside 8 bits all else is bfloat16.
+        rows: Requests of a batch of decodes.
+        context: Cached tokens of each decode.
+        prefill: Tokens of a prompt.
+        moves: Slots that are moved or staged.
+        layers: Layers of the pool; calls rotate through them.
+        block_size: Tokens of a block.
+        dtype: Dtype of the pool. If that has 8 bits, everything else is bfloat16.
     """
 
     rows: int = 32
@@ -60,11 +60,11 @@ class KernelCase:
     """One kernel to time.
 
     Attributes:
-        name: the kernel's.
-        shape: in words.
-        moved: bytes that must be read and written.
-        operations: multiplies and adds; 0 for a kernel that only copies.
-        make: builds its loop over a pool, or what else it reads.
+        name: The kernel's name.
+        shape: Its shape, in words.
+        moved: Bytes that must be read and written.
+        operations: Multiplies and adds; 0 for a kernel that only copies.
+        make: Builds its loop over a pool or other inputs.
     """
 
     name: str
@@ -75,7 +75,7 @@ class KernelCase:
 
 
 def cases(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
-    """Every kernel that a model with such heads can use."""
+    """Every kernel that a model with these heads can use."""
     yield decode_case(heads, work, backend)
     yield _drafts(heads, work, backend)
     yield _prefill(heads, work, backend)
@@ -103,9 +103,9 @@ def _attention(
     drafts: bool = False,
     **options: Any,
 ) -> KernelCase:
-    """A kernel whose output is the next call's query: each waits for the one before. vectors: of
-    the pool, that must be read. weights: numbers that must be. width: of a query; 0 is a head's.
-    drafts: as in `AttentionBatch`."""
+    """A kernel whose output is the next call's query, so that calls wait for each other. vectors:
+    vectors of the pool that must be read. weights: numbers that must be read. width: of a query; 0
+    for a head's. drafts: as in `AttentionBatch`."""
     dtype = inputs.activations(work.dtype)
     tokens = sum(row.query for row in rows)
     q_shape = (tokens, heads.num_heads, width or heads.head_dim)
@@ -149,7 +149,7 @@ def decode_case(heads: Heads, work: Workload, backend: str) -> KernelCase:
 
 
 def _drafts(heads: Heads, work: Workload, backend: str) -> KernelCase:
-    """The same of decodes that have drafts, which read their context once for all of them."""
+    """The same with drafts; each row reads its context once for all of them."""
     cached, rows = work.rows * work.context, [Row(work.context, 1 + DRAFTS)] * work.rows
     return _attention(
         f"attention with {DRAFTS} drafts",
@@ -181,7 +181,7 @@ def _prefill(heads: Heads, work: Workload, backend: str) -> KernelCase:
 
 
 def _hidden(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
-    """Decodes over hidden vectors: absorbed, where keys are not rotated, and projected."""
+    """Decodes over hidden vectors: absorbed, if keys are not rotated, and projected."""
     cached, rows = work.rows * work.context, [Row(work.context, kind=HIDDEN)] * work.rows
     width = heads.width
     if not heads.rotary:
@@ -234,7 +234,7 @@ def _moves(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
     moved = 2 * count * work.layers * heads.vector_bytes(work.dtype)
 
     def places(pool: Pool, sets: int) -> jax.Array:
-        """[sets, 2 * count, 2]: (block, slot), none twice in a set."""
+        """[sets, 2 * count, 2]: (block, slot), unique within a set."""
         rng = np.random.default_rng(3)
         slots = [rng.permutation(pool.shape[1] * work.block_size) for _ in range(sets)]
         flat = np.stack(slots)[:, : 2 * count]

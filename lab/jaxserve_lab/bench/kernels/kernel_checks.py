@@ -1,5 +1,5 @@
-"""Are the kernels right on this device? Each against its NumPy reference in float64, over pools
-whose every slot that is not the batch's own holds NaN."""
+"""Checks the kernels on this device against their NumPy references in float64, with pools that hold
+NaN in every slot outside the batch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool
 from jaxserve_lab.bench.kernels import kernel_inputs as inputs
 from jaxserve_lab.bench.kernels.kernel_inputs import Heads, Row
 
-# Relative error (L2) that is allowed, by the pool's dtype. Beside 8 bits, whose rounding is none of
-# it, all else is bfloat16.
+# Allowed relative error (L2), by the pool's dtype, without the rounding to 8 bits. With 8 bits,
+# everything else is bfloat16.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 2e-3, "int8": 5e-3, FLOAT8: 5e-3}
-ROUNDED = 1e-3  # what is allowed of new vectors of int8: a few numbers between two may be either
+ROUNDED = 1e-3  # for new int8 vectors: a few numbers close to a tie may be rounded either way
 HEADS = (
     Heads(4, 4, 64),
     Heads(8, 2, 128),
@@ -38,15 +38,15 @@ LAYERS, LAYER, BLOCK_SIZE = 2, 1, 16
 
 @dataclass(frozen=True)
 class Check:
-    """One kernel against its reference.
+    """A kernel compared with its reference.
 
     Attributes:
-        kernel: its name.
-        shape: of the heads, in words.
-        dtype: of the inputs and the pool.
-        error: relative, L2; for a kernel that only copies, the share of wrong elements.
-        limit: the largest error allowed.
-        why: why it was not run; "" if it was.
+        kernel: Its name.
+        shape: The heads' shape, in words.
+        dtype: Dtype of the inputs and the pool.
+        error: Relative L2 error; for a kernel that only copies, the share of wrong elements.
+        limit: The largest allowed error.
+        why: Why it was not run; "" if it was.
     """
 
     kernel: str
@@ -58,15 +58,15 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether it ran and is right."""
+        """Whether it ran and is correct."""
         return not self.why and self.error <= self.limit
 
 
 def check_kernels(
     backend: str, dtypes: Sequence[str] = tuple(LIMITS), shapes: Sequence[Heads] = HEADS
 ) -> Iterator[Check]:
-    """Every kernel for every shape and dtype that the backend takes; a check with `why` for those
-    that it does not."""
+    """Checks every kernel for every shape and dtype that the backend supports; for others, the
+    check has a `why`."""
 
     def both(given: tuple[str, Heads, str]) -> list[Check]:
         found = list(_checked(KV, chain(_kv(*given), _copies(*given)), *given))
@@ -78,7 +78,8 @@ def check_kernels(
 
 
 def at_once(check: Callable[[Any], Iterable[Check]], cases: Iterable[Any]) -> Iterator[Check]:
-    """What `check` finds of all cases, in order. Many are compiled at once: that takes longest."""
+    """The results of `check` for all cases, in order. Several are compiled at once, which takes
+    most of the time."""
     with ThreadPoolExecutor() as threads:
         for found in threads.map(check, cases):
             yield from found
@@ -101,7 +102,7 @@ def _checked(
     heads: Heads,
     dtype: str,
 ) -> Iterator[Check]:
-    """Runs of a cache kind, or why there are none."""
+    """Runs with a kind of cache, or why there are none."""
     rotary = " rotary" if heads.rotary else ""
     shape = f"{heads.num_heads}/{heads.kv_heads} x {heads.head_dim}{rotary}"
     reason = get_backend(backend).supports(kind, heads.shape(BLOCK_SIZE, dtype))
@@ -115,13 +116,13 @@ def _checked(
 
 
 class Run(NamedTuple):
-    """What a kernel did.
+    """A kernel's run.
 
     Attributes:
-        name: the kernel's.
-        got: what it gave.
-        want: what it should have given.
-        limit: of its error; None for that of the dtype, 0 where every bit counts.
+        name: The kernel's name.
+        got: Its result.
+        want: The expected result.
+        limit: Limit of its error; None for the dtype's, 0 for equal bits.
     """
 
     name: str
@@ -177,7 +178,7 @@ def _hidden(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
     scale = heads.head_dim**-0.5
     batch, pool = _inputs(heads, dtype, decodes)
     qx = _vectors(batch, heads.num_heads, heads.width, dtype, 2)
-    # Of the size that folding random weights into a query gives.
+    # As large as queries with folded random weights.
     qx = qx * jnp.asarray((heads.head_dim / heads.width) ** 0.5, qx.dtype)
     got = _jit(attend.absorbed_attention, backend, scale=scale)(qx, pool, LAYER, batch)
     want = reference.absorbed_attention(qx, reference.as_numbers(pool), LAYER, batch, scale=scale)
@@ -225,7 +226,7 @@ def _copies(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
 
 
 def _written(pool: Pool, new: Sequence[jax.Array], batch: AttentionBatch) -> np.ndarray:
-    """The pool, of int8 in numbers, with new K, V and hidden vectors."""
+    """The pool, with int8 as numbers, after writing new K, V and hidden vectors."""
     if isinstance(pool, ScaledPool):
         wide = (np.asarray(one, np.float32) for one in new)
         k, v, x = (reference.as_numbers(reference.as_cached(one, pool.dtype)) for one in wide)
@@ -235,7 +236,7 @@ def _written(pool: Pool, new: Sequence[jax.Array], batch: AttentionBatch) -> np.
 
 
 def _as_staged(pool: Pool | np.ndarray) -> np.ndarray:
-    """The pool in NumPy, a vector of int8 with the bytes of its scale behind it."""
+    """The pool in NumPy, with int8 vectors followed by the bytes of their scales."""
     if not isinstance(pool, ScaledPool):
         return np.asarray(pool)
     scales = np.asarray(pool.scales)[..., None].view(np.int8)
@@ -261,7 +262,8 @@ def _jit(function: Callable[..., Any], backend: str, **options: Any) -> Callable
 
 
 def relative_error(got: reference.Array, want: np.ndarray) -> float:
-    """L2 of the difference over L2 of what is wanted; infinite unless the same are numbers."""
+    """L2 of the difference over L2 of the expected values; infinite if they differ in which
+    elements are finite."""
     values, counted = np.asarray(got).astype(np.float64), np.isfinite(want)
     if not np.array_equal(np.isfinite(values), counted):
         return float("inf")

@@ -35,10 +35,10 @@ class Heads:
     """The part of a model that its attention sees.
 
     Attributes:
-        num_heads: query heads.
-        kv_heads: heads of K and V.
-        head_dim: elements of a head.
-        rotary: whether keys are rotated by position.
+        num_heads: Query heads.
+        kv_heads: Heads of K and V.
+        head_dim: Elements of a head.
+        rotary: Whether keys are rotated by position.
     """
 
     num_heads: int
@@ -52,7 +52,7 @@ class Heads:
         return self.kv_heads * self.head_dim
 
     def shape(self, block_size: int, dtype: str) -> pallas_kernels.KernelShape:
-        """The shape that kernels see of such a model and its pool."""
+        """The shape of such a model and its pool for kernels."""
         return pallas_kernels.KernelShape(
             self.num_heads, self.kv_heads, self.head_dim, block_size, jnp.dtype(dtype)
         )
@@ -63,7 +63,7 @@ class Heads:
 
     @property
     def offers_hidden(self) -> bool:
-        """Whether a model with such heads can have hidden caches."""
+        """Whether a model with these heads can have hidden caches."""
         shape = self.width, self.num_heads, self.kv_heads, self.head_dim
         return why_no_hidden_caches(*shape) is None
 
@@ -73,10 +73,10 @@ class Row:
     """One request of a step.
 
     Attributes:
-        context: cached tokens, the step's own included.
-        query: tokens of the step.
-        kind: of its cache, KV or HIDDEN.
-        direction: from which end it fills its blocks, LEFT or RIGHT.
+        context: Cached tokens, the step's own included.
+        query: Tokens of the step.
+        kind: Kind of its cache, KV or HIDDEN.
+        direction: The end from which it fills its blocks, LEFT or RIGHT.
     """
 
     context: int
@@ -86,8 +86,8 @@ class Row:
 
 
 def model_config(name: str) -> ModelConfig:
-    """The configuration of a preset, or of "tiny", the model in the box. ValueError lists the
-    names."""
+    """The configuration of a preset, or of "tiny", the model in the box. Raises ValueError with the
+    known names."""
     if name == TINY:
         return load_config(TINY_FOLDER)[1]
     return load_preset(name)[1]
@@ -108,17 +108,17 @@ def make_batch(
     *,
     drafts: bool = False,
 ) -> pallas_kernels.AttentionBatch:
-    """A batch without padding, whose rows have blocks of their own in random order.
+    """A batch without padding, whose rows have their own blocks in random order.
 
     Args:
-        rows: decodes first.
-        block_size: tokens of a block.
-        blocks: of the pool.
-        rng: draws the order of the blocks.
-        drafts: as in `AttentionBatch`.
+        rows: Rows, decodes first.
+        block_size: Tokens of a block.
+        blocks: Blocks of the pool.
+        rng: Draws the order of the blocks.
+        drafts: As in `AttentionBatch`.
 
     Raises:
-        ValueError: there are too few blocks.
+        ValueError: There are too few blocks.
     """
     width = max(-(-row.context // block_size) for row in rows)
     count = len(rows)
@@ -149,20 +149,20 @@ def _leading_decodes(rows: Sequence[Row]) -> int:
 
 
 def activations(dtype: str) -> jnp.dtype:
-    """The dtype of queries and new vectors beside a pool of this one: bfloat16 beside 8 bits."""
+    """The dtype of queries and new vectors for a pool of this dtype: bfloat16 for 8 bits."""
     return read_as(dtype, "bfloat16")
 
 
 def random_pool(heads: Heads, layers: int, blocks: int, block_size: int, dtype: jnp.dtype) -> Pool:
-    """A pool of standard normal values, made on the device one layer at a time: a large one would
-    not fit twice.
+    """A pool of standard normal values, made on the device one layer at a time, since a large pool
+    would not fit twice.
 
     Args:
-        heads: of the model.
-        layers: of the pool.
-        blocks: of the pool.
-        block_size: tokens of a block.
-        dtype: of the pool.
+        heads: Heads of the model.
+        layers: Layers of the pool.
+        blocks: Blocks of the pool.
+        block_size: Tokens of a block.
+        dtype: Dtype of the pool.
 
     Returns:
         [layers, blocks, kv_heads, block_size, head_dim].
@@ -193,13 +193,13 @@ def poisoned_pool(
     batch: pallas_kernels.AttentionBatch,
     rng: np.random.Generator,
 ) -> Pool:
-    """A pool with random values in the slots that the batch's rows own, and NaN in all others; of
-    int8 it is their scales that are NaN.
+    """A pool with random values in the slots of the batch's rows, and NaN in all others; with int8
+    their scales are NaN.
 
     Args:
-        heads, layers, blocks, block_size, dtype: as for `random_pool`.
-        batch: whose slots get values.
-        rng: draws the values.
+        heads, layers, blocks, block_size, dtype: As for `random_pool`.
+        batch: The batch whose slots get values.
+        rng: Draws the values.
 
     Returns:
         [layers, blocks, kv_heads, block_size, head_dim].
@@ -226,7 +226,7 @@ def vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
 
 
 def host_vectors(shape: Sequence[int], dtype: jnp.dtype, seed: int) -> jax.Array:
-    """As `vectors`, but made on the host, for small arrays: nothing is compiled for their shape."""
+    """Like `vectors`, but made on the host without compiling, for small arrays."""
     drawn = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
     return jnp.asarray(drawn.astype(dtype))
 
@@ -238,13 +238,13 @@ def make_projection(
     heads: Heads, longest: int, dtype: jnp.dtype, vectors: Draw = vectors
 ) -> pallas_kernels.HiddenProjection:
     """Weights that keep K and V near 1, with a bias, or with a rotation by position (RoPE, Su et
-    al. 2021, section 3.2) where the model has one.
+    al. 2021, section 3.2) if the model has one.
 
     Args:
-        heads: of the model.
-        longest: tokens of the longest context that the rotation is for.
-        dtype: of weights and bias.
-        vectors: draws them.
+        heads: Heads of the model.
+        longest: Tokens of the longest context for the rotation.
+        dtype: Dtype of weights and bias.
+        vectors: Draws them.
     """
     width = heads.width
     scale = jnp.asarray(width**-0.5, dtype)

@@ -1,13 +1,12 @@
-"""How fast the kernels are, against what the device can do.
+"""How fast the kernels are, relative to the device's best rates.
 
     jaxserve bench kernels
     jaxserve bench kernels --model=tiny --rows=2 --context=64 --prefill=64 --moves=16
     jaxserve bench kernels --backend=xla --json
 
-Bytes are those that must be read and written, operations those that must be done: what a kernel
-does beyond them counts against it. Ceilings are measured in the same run: scaling an array in
-place, and a square matrix product. See device_timing.py for the clock. The default sizes are a
-GPU's; on a CPU name small ones.
+Only necessary bytes and operations count: what a kernel does beyond them lowers its rate. Ceilings
+are measured in the same run: scaling an array in place, and a square matrix product. See
+device_timing.py for the clock. The default sizes are for a GPU; on a CPU use small ones.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ Progress = Callable[[Iterable[Any]], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device does at best.
+    """The device's best rates.
 
     Attributes:
-        copy: bytes/s of a copy, read and written.
-        matmul: operations/s of a matrix product in the kernels' dtype.
+        copy: Bytes/s of a copy, read and written.
+        matmul: Operations/s of a matrix product in the kernels' dtype.
     """
 
     copy: float
@@ -52,17 +51,17 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Measured:
-    """One kernel, timed at one shape.
+    """A kernel, timed with one shape.
 
     Attributes:
-        model: whose shape it is.
-        kernel: its name.
-        shape: in words.
-        dtype: of the pool.
-        backend: that ran it.
-        seconds, clock, host_seconds: as in `Timing`.
-        bytes_per_s: of the bytes that must be moved.
-        flop_per_s: of the operations that must be done.
+        model: The model with this shape.
+        kernel: Its name.
+        shape: Its shape, in words.
+        dtype: Dtype of the pool.
+        backend: The backend that ran it.
+        seconds, clock, host_seconds: As in `Timing`.
+        bytes_per_s: Rate of necessary bytes.
+        flop_per_s: Rate of necessary operations.
         copy_share: bytes_per_s over the ceiling of a copy.
         matmul_share: flop_per_s over the ceiling of a matrix product.
     """
@@ -82,7 +81,7 @@ class Measured:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked; argparse exits by itself where they are wrong."""
+    """Parses and checks the command line; argparse exits on errors."""
     parser = BenchParser("kernels", description=__doc__)
     parser.add_argument("--model", default=MODELS, help="presets, or tiny (%(default)s)")
     parser.add_argument("--backend", default="auto", help="attention backend (%(default)s)")
@@ -103,7 +102,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Measures and prints; the exit code."""
+    """Measures and prints; returns the exit code."""
     out = sys.stderr if args.json else sys.stdout
 
     shown = sys.stderr.isatty()
@@ -116,11 +115,11 @@ def show(args: argparse.Namespace) -> int:
         return tqdm(work, desc="measuring", unit="kernel", disable=not shown)
 
     if shown:
-        print("measuring what a copy and a matrix product reach", file=sys.stderr, flush=True)
+        print("measuring the rates of a copy and a matrix product", file=sys.stderr, flush=True)
     work = Workload(**{item.name: getattr(args, item.name) for item in fields(Workload)})
     try:
         ceilings, found = run(args.model, work, args.backend, args.matrix, tell, bar)
-    except ValueError as error:  # a backend that does not take the shape
+    except ValueError as error:  # a backend that does not support the shape
         print(f"jaxserve bench: {error}", file=sys.stderr)
         return 2
     if args.json:
@@ -149,17 +148,17 @@ def run(
     """Measures the ceilings, then every kernel of every model.
 
     Args:
-        models: presets, or "tiny".
-        work: what the kernels are timed on.
-        backend: a backend's name, or "auto".
-        matrix: side of the square matrices for the ceilings.
-        tell: prints a line.
-        progress: wraps the list of kernels, as tqdm does.
-        ceilings: as measured before; None to measure them.
-        only: names of the kernels; none for all.
+        models: Presets, or "tiny".
+        work: The batches to time.
+        backend: A backend's name, or "auto".
+        matrix: Side of the square matrices for the ceilings.
+        tell: Prints a line.
+        progress: Wraps the list of kernels, as tqdm does.
+        ceilings: Ceilings that were measured before; None to measure them.
+        only: Names of the kernels; none for all.
 
     Raises:
-        ValueError: a named backend does not take a model's shape.
+        ValueError: A named backend does not support a model's shape.
     """
     dtype, wide = jnp.dtype(work.dtype), inputs.activations(work.dtype)
     planned = [one for model in models for one in _planned(model, work, backend, tell, only)]
@@ -181,7 +180,7 @@ def run(
 def _planned(
     model: str, work: Workload, backend: str, tell: Tell, only: Sequence[str]
 ) -> list[tuple[str, inputs.Heads, str, KernelCase]]:
-    """What is measured of a model, with the backend that it is measured on."""
+    """The cases of a model, with their backend."""
     heads = inputs.model_heads(model)
     kinds = (KV, HIDDEN) if heads.offers_hidden else (KV,)
     chosen, reason = select_backend(backend, kinds, heads.shape(work.block_size, work.dtype))
@@ -211,22 +210,22 @@ def measure_ceilings(matrix: int, dtype: jnp.dtype) -> Ceilings:
 
 
 def _positive(timing: Timing) -> float:
-    """A clock that saw nothing must not divide."""
+    """Divides; 0 if the clock measured nothing."""
     return max(timing.seconds, 1e-9)
 
 
 def measured(
     model: str, case: KernelCase, dtype: str, backend: str, timing: Timing, ceilings: Ceilings
 ) -> Measured:
-    """A case's time beside what the device can do.
+    """A case's time relative to the device's best rates.
 
     Args:
-        model: whose shape it is.
-        case: what was timed.
-        dtype: of the pool, or the format of weights.
-        backend: that ran it; "" for none.
-        timing: what was measured.
-        ceilings: what the device does at best.
+        model: The model with this shape.
+        case: The timed case.
+        dtype: Dtype of the pool, or format of weights.
+        backend: The backend that ran it; "" for none.
+        timing: Its time.
+        ceilings: The device's best rates.
     """
     seconds = _positive(timing)
     moved, done = case.moved / seconds, case.operations / seconds
@@ -247,7 +246,7 @@ def measured(
 
 
 def device_name() -> str:
-    """What the kernels ran on."""
+    """The name of the device."""
     return str(jax.devices()[0].device_kind)
 
 

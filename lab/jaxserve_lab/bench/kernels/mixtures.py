@@ -1,4 +1,4 @@
-"""Mixtures of experts: are their products right here, and how fast is a layer of them?"""
+"""Mixtures of experts: checks their products on this device, and times a layer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from jaxserve_lab.bench.kernels.kernel_cases import KernelCase
 from jaxserve_lab.bench.kernels.kernel_checks import LIMITS, Check, at_once, relative_error
 from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured, measured
 
-# Rows of each of 8 groups, as skewed as routers are; some are of no group.
+# Rows of each of 8 groups, as skewed as with routers; some rows have no group.
 SPREADS = ((1, 0, 0, 2, 0, 0, 0, 1), (0, 17, 3, 0, 40, 1, 5, 30), (0, 300, 1, 0, 129, 64, 0, 500))
-SHAPE = (256, 192)  # inputs and outputs of what is checked
-BEHIND = 3  # rows of no group
-LAYERS = 2  # whose weights take turns, so that none is in a cache
+SHAPE = (256, 192)  # inputs and outputs of the checks
+BEHIND = 3  # rows without a group
+LAYERS = 2  # their weights take turns, so that none is in a cache
 
 
 def check_mixtures(dtypes: Sequence[str] = ("bfloat16", "float16")) -> Iterator[Check]:
-    """Products by group of every dtype and spread of the rows, against float64 ones."""
+    """Checks grouped products of every dtype and spread of the rows against float64."""
 
     def one(case: tuple[str, tuple[int, ...]]) -> list[Check]:
         dtype, spread = case
@@ -58,14 +58,14 @@ def time_mixtures(
     """Times a layer's mixture: the router, the order of rows, three products, the sum.
 
     Args:
-        model: a preset that has experts.
-        tokens: of a step; each number is a measurement.
-        dtype: of x and of the weights.
-        ceilings: what the device does at best.
-        tell: called with each measurement.
+        model: A preset with experts.
+        tokens: Tokens of a step, one number per measurement.
+        dtype: Dtype of x and of the weights.
+        ceilings: The device's best rates.
+        tell: Called with each measurement.
 
     Raises:
-        ValueError: the model has no experts.
+        ValueError: The model has no experts.
     """
     config = dataclasses.replace(inputs.model_config(model), num_layers=LAYERS)
     if config.experts is None:
@@ -83,13 +83,13 @@ def time_mixtures(
 
 
 def mixtures_of(params: Params) -> list[ExpertParams]:
-    """The experts of all layers that have some."""
+    """The experts of all layers with experts."""
     nodes = jax.tree.leaves(params.layers, is_leaf=lambda node: isinstance(node, ExpertParams))
     return [node for node in nodes if isinstance(node, ExpertParams)]
 
 
 def unread_bytes(params: Params, config: ModelConfig, tokens: int) -> int:
-    """Bytes of experts' weights that a step for so many tokens is expected not to read."""
+    """Expected bytes of experts' weights that a step with that many tokens does not read."""
     if config.experts is None:
         return 0
     return int(_expert_bytes(mixtures_of(params)) * (1 - _share(config.experts, tokens)))
@@ -116,7 +116,7 @@ def _case(
     def step(i: jax.Array, x: jax.Array, layers: Sequence[ExpertParams]) -> jax.Array:
         for layer in layers:
             x = run(x, layer)
-            wide = x.astype(jnp.float32)  # or it would grow from layer to layer
+            wide = x.astype(jnp.float32)  # otherwise it would grow from layer to layer
             mean = jnp.square(wide).mean(axis=-1, keepdims=True)
             x = (wide * jax.lax.rsqrt(mean + 1e-30)).astype(dtype)
         return x

@@ -1,4 +1,4 @@
-"""Products with weights in few bits: are they right here, and how fast beside wide ones?"""
+"""Products with quantised weights: checks them on this device, and times them."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jaxserve_lab.bench.kernels.kernel_cases import KernelCase
 from jaxserve_lab.bench.kernels.kernel_checks import LIMITS, Check, at_once, relative_error
 from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured, measured
 
-# As `model.quantization` has it, or GGML's name of blocks that are kept.
+# As in `model.quantization`, or GGML's name of blocks that stay as stored.
 FORMATS = ("int8", "int8:group=128", "int4", "int4:group=32,zero", "fp8", "Q8_0", "Q4_1")
 ROWS = (1, 16, 64, 128, 512)  # decodes, and a prompt
-SHAPE = (1024, 512)  # inputs and outputs of what is checked
-LAYERS = 4  # whose weights take turns, so that none is in a cache
+SHAPE = (1024, 512)  # inputs and outputs of the checks
+LAYERS = 4  # their weights take turns, so that none is in a cache
 
 
 def quantization(name: str) -> Quantization:
@@ -47,8 +47,8 @@ def check_products(
     dtypes: Sequence[str] = ("bfloat16", "float16"),
     rows: Sequence[int] = ROWS,
 ) -> Iterator[Check]:
-    """Products of every format, dtype and number of rows, against float64 ones by what the weights
-    stand for."""
+    """Checks products of every format, dtype and number of rows against float64 products of the
+    dequantised weights."""
     weights = {name: _weights(name) for name in formats}
 
     def one(case: tuple[str, str, int]) -> list[Check]:
@@ -64,7 +64,7 @@ def check_products(
 
 
 def _weights(name: str) -> Quantized:
-    """Random ones; where there are minimums, such as do not vanish beside the rest."""
+    """Random weights; if there are minimums, they are large enough to matter."""
     scheme = quantization(name).scheme
     wide = inputs.host_vectors(SHAPE, jnp.dtype("float32"), 2) * SHAPE[0] ** -0.5
     small = jax.jit(functools.partial(quantize, scheme=scheme))(wide)
@@ -85,12 +85,12 @@ def time_products(
     """Times a feed-forward layer's products up and down, its largest, one after the other.
 
     Args:
-        model: a preset, or "tiny".
-        formats: of the weights, beside `dtype` itself, which comes first.
-        rows: of x; each number is a measurement.
-        dtype: of x and of weights that are not quantised.
-        ceilings: what the device does at best.
-        tell: called with each measurement.
+        model: A preset, or "tiny".
+        formats: Formats of the weights, in addition to `dtype` itself, which comes first.
+        rows: Rows of x, one number per measurement.
+        dtype: Dtype of x and of unquantised weights.
+        ceilings: The device's best rates.
+        tell: Called with each measurement.
     """
     config = dataclasses.replace(inputs.model_config(model), num_layers=LAYERS)
     family = get_family(config.family)
@@ -110,7 +110,7 @@ def time_products(
 
 
 def _up_and_down(layer: Any) -> tuple[Linear, Linear]:
-    """Which every family has last."""
+    """The projections up and down, the last ones of every family's layer."""
     parts = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Linear))
     up, down = [part for part in parts if isinstance(part, Linear)][-2:]
     return up, down
@@ -120,11 +120,11 @@ def _case(
     layers: list[tuple[Linear, Linear]], rows: int, width: int, wider: int, dtype: str
 ) -> KernelCase:
     def step(i: jax.Array, x: jax.Array, layers: list[tuple[Linear, Linear]]) -> jax.Array:
-        # Else numbers could be made wide once, before the loop.
+        # Otherwise weights could be dequantised once, before the loop.
         x, layers = jax.lax.optimization_barrier((x, layers))
         for up, down in layers:
             x = linear(linear(x, up, None), down, None)
-        wide = x.astype(jnp.float32)  # or it would grow from call to call
+        wide = x.astype(jnp.float32)  # otherwise it would grow from call to call
         return (wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True))).astype(dtype)
 
     def make(_: Any) -> Loop:

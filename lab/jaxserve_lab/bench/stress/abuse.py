@@ -1,14 +1,14 @@
-"""What hostile and clumsy clients can do to a server, tried on one: in five to ten minutes.
+"""Attacks by hostile and clumsy clients, tried on a server in five to ten minutes.
 
     jaxserve bench abuse
     jaxserve bench abuse --config=tiny_cpu --json
 
-Server processes of its own listen on this machine only. They get what CASES lists, over gRPC and
-HTTP; then the engine of one hangs, and that of another one fails. Each row says how calls ended,
-how long the slowest refusal took, how long others waited meanwhile (a call that asks what is
-served, and one for health over HTTP, again and again), how much memory the server took more, at
-most and for good, and how many lines it logged. Floods of one API key have calls of another one
-beside them: their median may be three times what it was before, or that and a step. The exit code
+Its server processes listen on this machine only. They get the attacks in CASES, over gRPC and HTTP;
+then one engine hangs, and another one fails. Each row has how calls ended, the slowest refusal, how
+long other clients waited meanwhile (repeated calls for the models and for health over HTTP), the
+server's additional memory, at most and afterwards, and its number of logged lines. During floods of
+one API key another key makes calls, too: their median may be three times the earlier one, or longer
+by a step. The exit code
 is 1 if something did not hold.
 Flags of serve.py work too: --config=, --model=, ...
 """
@@ -45,15 +45,15 @@ from jaxserve_lab.bench.stress import attacks, floods, http_attacks, tenants
 from jaxserve_lab.bench.stress.attacks import Tried
 from jaxserve_lab.bench.stress.server_process import Victim, victim
 
-STALL_S = 3.0  # so that nobody waits long for what is to happen
-MAX_WAIT_S = 0.05  # of others, while prompts are too long
-MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much on its way
-MAX_FILES_MIB = 2 * tenants.FILE_MIB  # of thirty times as much
+STALL_S = 3.0  # so that failures come soon
+MAX_WAIT_S = 0.05  # of other clients, during prompts that are too long
+MAX_UNREAD_MIB = 2 * attacks.UNREAD  # a buffer of 1 MiB each, and as much in transit
+MAX_FILES_MIB = 2 * tenants.FILE_MIB  # though thirty times as much is requested
 GRACE_S = 5.0
 MAX_EXIT_S = GRACE_S + 6.0
-MAX_LINES = 30  # a traceback among them
-MAX_HEALTH_S = 0.1  # whatever a body holds
-MAX_KEPT_MIB = 80  # of bodies of 8 MiB
+MAX_LINES = 30  # including a traceback
+MAX_HEALTH_S = 0.1  # for any body
+MAX_KEPT_MIB = 80  # after bodies of 8 MiB
 _PATIENCE_S = 60.0
 _PROBE_S = 0.01
 _SETTLE_S = 2.0
@@ -68,16 +68,16 @@ class Row:
     """The outcome of one attack.
 
     Attributes:
-        attack: its name.
-        codes: number of calls, by how they ended.
-        refused_s: seconds that the slowest refusal took.
-        others_s: seconds that another client waited for an answer, at most.
-        health_s: seconds that a call of /health took, at most.
-        memory_mib: memory that the server took more than before, at most.
-        kept_mib: memory that it still has more than before, afterwards.
-        lines: that it logged.
-        problems: what did not hold.
-        idle_s, beside_s, worst_s: as of `Tried`.
+        attack: Its name.
+        codes: Number of calls, by how they ended.
+        refused_s: Seconds of the slowest refusal.
+        others_s: Most seconds that another client waited for an answer.
+        health_s: Most seconds of a call of /health.
+        memory_mib: Most additional memory of the server.
+        kept_mib: Its additional memory afterwards.
+        lines: Lines that it logged.
+        problems: Requirements that did not hold.
+        idle_s, beside_s, worst_s: As in `Tried`.
     """
 
     attack: str
@@ -95,15 +95,15 @@ class Row:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
-    --help. Raises UsageError or ConfigError."""
+    """Parses and checks the command line, with the server's arguments as `flags`; argparse exits
+    for --help. Raises UsageError or ConfigError."""
     args, rest = BenchParser("abuse", description=__doc__).parse_serving(argv)
     args.flags = rest
     return args
 
 
 def show(args: argparse.Namespace) -> int:
-    """Tries it all and prints; the exit code."""
+    """Runs all attacks and prints; returns the exit code."""
     where, rows = machine(), run(args.flags)
     result = {"command": "abuse", "rows": [asdict(row) for row in rows]}
     print_result(args, text(rows), {**result, "machine": where, "versions": versions()})
@@ -112,14 +112,14 @@ def show(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class AbuseCase:
-    """An attack, and limits on what it may cost, beside what the attack itself expects.
+    """An attack and its limits, in addition to what the attack itself expects.
 
     Attributes:
-        name: as the table prints it.
-        attack: runs it on a server.
-        others_s, health_s: seconds that other clients, and /health, may take to answer at most.
-        most_mib: memory that the server may take more, at most.
-        kept_mib: memory that it may keep.
+        name: As in the table.
+        attack: Runs it on a server.
+        others_s, health_s: Most seconds that other clients, and /health, may take.
+        most_mib: Most additional memory of the server.
+        kept_mib: Most additional memory afterwards.
     """
 
     name: str
@@ -131,8 +131,8 @@ class AbuseCase:
 
 
 def run(flags: Sequence[str]) -> list[Row]:
-    """Runs all attacks on servers of its own, started with these flags."""
-    raise_limit()  # for connections of our own
+    """Starts servers with these flags and runs all attacks on them."""
+    raise_limit()  # for our own connections
     flags = [*flags, f"--config.engine.stall_s={STALL_S}", f"--config.server.grace_s={GRACE_S}"]
     off, on = (f"--config.server.exit_on_failure={value}" for value in ("off", "on"))
     with victim(*flags, off, open_files=http_attacks.OPEN_FILES) as server:
@@ -169,7 +169,7 @@ def hostile_model(flags: Sequence[str]) -> AbstractContextManager[list[str]]:
 
 
 def wide_model(flags: Sequence[str]) -> AbstractContextManager[list[str]]:
-    """The same, with a tokenizer for which no text is too long by its bytes alone."""
+    """The same, with a tokenizer for which no text is too long by its bytes."""
 
     def widened(text: str) -> str:
         spec = json.loads(text or '{"added_tokens": []}')
@@ -184,8 +184,8 @@ def wide_model(flags: Sequence[str]) -> AbstractContextManager[list[str]]:
 def _changed_model(
     flags: Sequence[str], name: str, change: Callable[[str], str]
 ) -> Iterator[list[str]]:
-    """Flags for the same model with another file; none for a model without a checkpoint. change:
-    makes its text, of the one that was there, if there was."""
+    """Flags for the same model with a changed file; none for a model without a checkpoint. change:
+    makes the file's text from the old one, if any."""
     path = read_config(flags).model.path
     if not path:
         yield []
@@ -202,7 +202,7 @@ def _changed_model(
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The table, and below it what did not hold."""
+    """The table, and the problems below it."""
     lines = [_HEADER]
     for row in rows:
         codes = ", ".join(f"{count:,} {code}" for code, count in sorted(row.codes.items()))
@@ -258,7 +258,7 @@ def measured(server: Victim, case: AbuseCase) -> Row:
 
 
 def _kept(server: Victim) -> float:
-    """Its memory, MiB, once it has had some time to give back."""
+    """The server's memory, MiB, after some time to give memory back."""
     found = []
     for _ in range(10):
         if server.process.poll() is None:
@@ -269,8 +269,8 @@ def _kept(server: Victim) -> float:
 
 @contextlib.contextmanager
 def watched(server: Victim) -> Iterator[dict[str, float]]:
-    """Calls as other clients do meanwhile. Yields the longest that they waited, how many of their
-    calls had no answer, and the server's memory at most."""
+    """Makes other clients' calls meanwhile. Yields their longest wait, the number of calls without
+    an answer, and the server's most memory."""
     most = dict.fromkeys(("others_s", "health_s", "unanswered", "memory_mib"), 0.0)
     over = threading.Event()
 
@@ -305,8 +305,8 @@ def watched(server: Victim) -> Iterator[dict[str, float]]:
 
 
 async def leave_unread(server: Victim) -> Tried:
-    """Leaves streams unread until the server has given up on them and serves others; then they
-    vanish."""
+    """Leaves streams unread until the server has given them up and serves other calls; then closes
+    them."""
     before, unread = server.memory_mib(), attacks.Unread(server.address)
     deadline = time.monotonic() + _PATIENCE_S
     ended = ""
@@ -325,14 +325,14 @@ async def leave_unread(server: Victim) -> Tried:
 def stop_unread(server: Victim) -> Row:
     """Sends SIGTERM while streams are not read."""
     unread = attacks.Unread(server.address)
-    time.sleep(2.0)  # so that they have something to say
+    time.sleep(2.0)  # so that they have output
     row = stop(server, "SIGTERM, unread")
     unread.vanish()
     return row
 
 
 def stop(server: Victim, name: str) -> Row:
-    """Sends SIGTERM, and expects the end."""
+    """Sends SIGTERM, and expects the server to end."""
     lines, began = server.lines(), time.monotonic()
     server.process.send_signal(signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -346,7 +346,7 @@ def stop(server: Victim, name: str) -> Row:
 
 
 async def hang(server: Victim) -> Tried:
-    """The engine hangs with a request in flight, and goes on."""
+    """The engine hangs with a request in flight, and continues."""
     tried = Tried()
     with Client(server.address) as client:
         server.process.send_signal(signal.SIGUSR1)
@@ -370,7 +370,7 @@ async def hang(server: Victim) -> Tried:
 
 
 async def fail(server: Victim) -> Tried:
-    """The engine fails with a request in flight; the process is to end."""
+    """The engine fails with a request in flight; the process must end."""
     tried = Tried()
     with Client(server.address) as client:
         stream = client.generate("Once upon a time", max_tokens=400, timeout=_PATIENCE_S)
@@ -427,9 +427,9 @@ CASES = (
     AbuseCase("an engine that hangs", _run(hang)),
     AbuseCase(f"{attacks.UNREAD} streams unread", _run(leave_unread)),
 )
-"""On a server that anybody may call."""
+"""Attacks on a server without API keys."""
 LAST = (AbuseCase("an engine that fails", _run(fail)),)
-"""On one that ends with it."""
+"""The last attack on a server, which ends it."""
 TEMPLATE = AbuseCase("a chat template that loops", http_attacks.template)
 TIMED = AbuseCase("another's prompts, timed", _http(tenants.timed_prompts))
 KEYED = (
@@ -440,6 +440,6 @@ KEYED = (
     TIMED,
     TEMPLATE,
 )
-"""On one with two API keys, whose policy sorts by what requests say of themselves."""
+"""Attacks on a server with two API keys, whose policy sorts by the requests' targets."""
 FLOODED = tuple(AbuseCase(name, flood) for name, flood in floods.FLOODS.items())
-"""On another one, which takes texts of any length."""
+"""Attacks on another server, which accepts texts of any length."""

@@ -1,4 +1,4 @@
-"""What hostile and clumsy clients send, and what they get for it."""
+"""Attacks over gRPC, and the expected answers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Tried:
     """The outcome of an attack, as the attackers saw it.
 
     Attributes:
-        codes: number of calls, by how they ended.
-        longest_s: seconds that the slowest refusal took.
-        problems: what did not hold.
-        idle_s: median of what another client's calls took before; 0 where nobody looked.
-        beside_s: the same, meanwhile.
-        worst_s: the slowest of those.
+        codes: Number of calls, by how they ended.
+        longest_s: Seconds of the slowest refusal.
+        problems: Requirements that did not hold.
+        idle_s: Median time of another client's calls before; 0 if not measured.
+        beside_s: The same, meanwhile.
+        worst_s: The slowest of those.
     """
 
     codes: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,8 @@ class Tried:
 
 
 async def long_prompts(address: str) -> Tried:
-    """Sends texts of 8 MiB and of a bit less than 1 MiB, and 200,000 token ids, four at a time."""
+    """Sends texts of 8 MiB and of slightly less than 1 MiB, and 200,000 token ids, four at a
+    time."""
     messages = [make_request("x y " * (size // 4)) for size in (8 * MIB, MIB - 4096)]
     messages.append(make_request([5] * 200_000))
     tried = Tried()
@@ -66,8 +67,8 @@ async def long_prompts(address: str) -> Tried:
 
 
 async def overload(address: str) -> Tried:
-    """Makes thousands of calls at once, over a few connections. Those that are served are cancelled
-    at the end."""
+    """Makes thousands of calls at once, over a few connections. Accepted ones are cancelled at the
+    end."""
     codes, hints, longest = await crowd(address, CHANNELS, OVERLOAD // CHANNELS)
     tried = Tried(codes, longest)
     tried.expect(set(codes) <= {"served", "RESOURCE_EXHAUSTED"}, "a refusal was not typed")
@@ -77,12 +78,12 @@ async def overload(address: str) -> Tried:
 
 
 class Unread:
-    """Streams with long answers that nobody reads.
+    """Streams with long answers that are not read.
 
     Args:
-        address: of the gRPC server.
-        streams: their number; 0 for UNREAD.
-        tokens: of each of a stream's 4 continuations.
+        address: Address of the gRPC server.
+        streams: Number of streams; 0 for UNREAD.
+        tokens: Tokens of each of a stream's 4 continuations.
     """
 
     def __init__(self, address: str, streams: int = 0, tokens: int = UNREAD_TOKENS) -> None:
@@ -100,7 +101,7 @@ class Unread:
         self.calls = [stub.Generate(message) for _ in range(streams or UNREAD)]
 
     def read(self) -> Tried:
-        """Reads what is there after all."""
+        """Reads the available output."""
         tried = Tried()
         for call in self.calls:
             try:
@@ -116,7 +117,7 @@ class Unread:
 
 
 async def malformed(address: str) -> Tried:
-    """Sends bytes that are no message: random ones, cut short, and with text that is not UTF-8."""
+    """Sends malformed messages: random, cut short, or with text that is not UTF-8."""
     seeded, tried = random.Random(0), Tried()
     bad = [b"\x12\x02\xff\xfe", b"\xff" * 9]
     bad += [no_message(seeded) for _ in range(MALFORMED - len(bad))]
@@ -128,7 +129,7 @@ async def malformed(address: str) -> Tried:
 
 
 def no_message(seeded: random.Random) -> bytes:
-    """Bytes that are no message: random, or the beginning of one."""
+    """A malformed message: random bytes, or the beginning of a message."""
     good = make_request("Once upon a time", max_tokens=4, stop=["a"]).SerializeToString()
     while True:
         message = seeded.choice(
@@ -152,7 +153,7 @@ async def extremes(address: str) -> Tried:
 
 
 async def served(address: str, timeout_s: float = _PATIENCE_S) -> str:
-    """How an ordinary call ends: a status code's name."""
+    """The status code's name of an ordinary call."""
     tried = Tried()
     async with _channel(address) as channel:
         await _text(channel, {}, tried, timeout_s)
@@ -160,7 +161,7 @@ async def served(address: str, timeout_s: float = _PATIENCE_S) -> str:
 
 
 async def told(address: str, raw: bytes) -> str:
-    """How a call with these bytes ends."""
+    """The status code's name of a call with these bytes."""
     tried = Tried()
     async with _channel(address) as channel:
         await _refused(channel, [raw], tried)

@@ -1,10 +1,10 @@
-"""Thousands of calls at once, from several processes: one Python alone would be slower at sending
-them than the server at refusing.
+"""Thousands of calls at once, from several processes, since a single one would send them more
+slowly than the server refuses them.
 
     python -m jaxserve_lab.bench.stress.crowd ADDRESS CALLS
 
-prints a line once it is connected, calls when it reads one, and prints a JSON object of how the
-calls ended once they have; those that are served it cancels when its input ends.
+prints a line once it is connected, makes the calls when it reads a line, and prints a JSON object
+of how they ended; it cancels accepted calls when its input ends.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jaxserve.client.messages import make_request
 
 GENERATE = "/jaxserve.v1.Generation/Generate"
 RETRY_KEY = "grpc-retry-pushback-ms"
-_PATIENCE_S = 240.0  # the last of those that are served has long to wait
+_PATIENCE_S = 240.0  # the last accepted call waits long
 
 
 async def crowd(address: str, processes: int, calls: int) -> tuple[Counter[str], int, float]:
-    """How so many calls of each process ended; how many of them had a retry hint; the seconds that
-    the slowest refusal took. Those that are served go on until all have ended."""
+    """How that many calls of each process ended; how many of them had a retry hint; the seconds of
+    the slowest refusal. Accepted calls continue until all have ended."""
     command = (sys.executable, "-m", "jaxserve_lab.bench.stress.crowd", address, str(calls))
     pipe = asyncio.subprocess.PIPE
     running = [
@@ -61,7 +61,7 @@ async def crowd(address: str, processes: int, calls: int) -> tuple[Counter[str],
 
 
 async def one_process(address: str, calls: int) -> None:
-    """The command."""
+    """Runs the command."""
     raw = make_request("Once upon a time", max_tokens=400, ignore_eos=True).SerializeToString()
     codes: Counter[str] = Counter()
     hints, longest, served = 0, 0.0, []
@@ -74,7 +74,7 @@ async def one_process(address: str, calls: int) -> None:
             began = time.monotonic()
             call: Any = channel.unary_stream(GENERATE)(raw, timeout=_PATIENCE_S)
             try:
-                await call.read()  # the first news of one that is served
+                await call.read()  # the first message of an accepted call
                 codes["served"] += 1
                 served.append(call)
             except grpc.aio.AioRpcError as error:

@@ -1,7 +1,7 @@
-"""A server whose engine can be broken, for `bench abuse` and `bench soak`: flags as of serve.py.
+"""A server whose engine can be broken, for `bench abuse` and `bench soak`; flags as for serve.py.
 
-Prints its addresses, gRPC's and HTTP's, once it takes calls. SIGUSR1 holds the engine's thread
-after its next step, and lets it go again; SIGUSR2 has the device fail at the one behind it.
+Prints its gRPC and HTTP addresses once it takes calls. SIGUSR1 stops the engine's thread after its
+next step, or lets it continue; SIGUSR2 makes the device fail at the next step.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Saboteur(Observer):
-    """Holds the engine after a step, or has its device fail."""
+    """Stops the engine after a step, or makes its device fail."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -33,7 +33,7 @@ class Saboteur(Observer):
         self._go_on.set()
 
     def hold(self) -> None:
-        """Holds the engine after its next step, or lets it go."""
+        """Stops the engine after its next step, or lets it continue."""
         if self._go_on.is_set():
             self._go_on.clear()
         else:
@@ -49,12 +49,12 @@ class Saboteur(Observer):
         vars(self._executor).update(submit=broken, compute=broken)
 
     def on_step(self, stats: StepStats) -> None:
-        """On the engine's thread."""
+        """Runs on the engine's thread."""
         self._go_on.wait()
 
 
 def main() -> int:
-    """The exit code of the server."""
+    """Runs the server; returns its exit code."""
     given = read_config(sys.argv[1:])
     config = given.with_fields(server__port=0, server__http_port=0, server__metrics_port=-1)
     http = http_settings(config)

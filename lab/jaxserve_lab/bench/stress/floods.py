@@ -1,4 +1,4 @@
-"""What one key of a server sends to have all of it, and how long another key waits meanwhile."""
+"""Floods of one API key, and how long another key waits meanwhile."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jaxserve_lab.bench.stress.http_calls import CHAT, COMPLETIONS, call, form
 from jaxserve_lab.bench.stress.server_process import Victim
 from jaxserve_lab.bench.stress.tenants import CROWD, QUIET
 
-AT_MOST = 3.0  # times what the other key waits if nobody else calls
-IDLE = 9  # its calls before the flood
+AT_MOST = 3.0  # times the other key's wait when idle
+IDLE = 9  # the other key's calls before the flood
 FLOOD_S = 15.0  # after which no more calls are made
 MARK = "<pad>"
-"""A special token of the model in the box. `wide_model` has it swallow the blanks before it, as
-`<mask>` does in some vocabularies: no length of text is too long by its bytes alone then."""
+"""A special token of the model in the box. `wide_model` makes it swallow the blanks before it, as
+`<mask>` does in some vocabularies, so that no text is too long by its bytes."""
 _PATIENCE_S = 120.0
 _STORY = "grandmother remembered everything everywhere "
 
@@ -36,9 +36,9 @@ class Asked:
     """A call.
 
     Attributes:
-        path: of the URL.
-        body: bytes, or what is sent as JSON.
-        headers: of a body that is not JSON.
+        path: The URL's path.
+        body: Bytes, or an object that is sent as JSON.
+        headers: Headers of a body that is not JSON.
     """
 
     path: str
@@ -48,14 +48,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Flood:
-    """What CROWD sends, and what QUIET asks for meanwhile.
+    """The calls of CROWD, and those of QUIET meanwhile.
 
     Attributes:
-        calls: makes the calls of CROWD, one after the other; some make others of their own first.
-        at_once: how many of them are open.
-        quiet: makes the calls of QUIET.
-        ends: statuses that the calls of CROWD may end with.
-        steps: those of the engine that QUIET may have to wait for.
+        calls: Makes the calls of CROWD, one after the other; some first make other calls.
+        at_once: Number of simultaneous calls.
+        quiet: Makes the calls of QUIET.
+        ends: Statuses with which the calls of CROWD may end.
+        steps: Steps of the engine for which QUIET may wait.
     """
 
     calls: Callable[[Victim], Iterable[Asked]]
@@ -65,7 +65,7 @@ class Flood:
     steps: int = 1
 
     def __call__(self, server: Victim) -> Tried:
-        """Has both call, and compares."""
+        """Makes the calls of both, and compares."""
         tried, lock, over = Tried(), threading.Lock(), time.monotonic() + FLOOD_S
         idle = statistics.median(_waited(server, self.quiet(), tried) for _ in range(IDLE))
         wanted = list(self.calls(server))
@@ -108,7 +108,7 @@ class Flood:
 
 
 def _written(asked: Asked) -> Asked:
-    """With its JSON, so that nobody waits for that."""
+    """A call whose JSON is encoded beforehand."""
     if isinstance(asked.body, bytes):
         return asked
     return dataclasses.replace(asked, body=json.dumps(asked.body).encode())
@@ -122,7 +122,7 @@ def _waited(server: Victim, asked: Asked, tried: Tried) -> float:
 
 
 def _status(server: Victim, key: str, asked: Asked) -> int | None:
-    """None where there was no answer."""
+    """A call's status; None without an answer."""
     try:
         given = (server.http_address, asked.path, asked.body, asked.headers)
         return call(*given, key=key, patience_s=_PATIENCE_S)[0]
@@ -158,13 +158,13 @@ def _tool(schema: Mapping[str, Any], name: str = "f", **fields: Any) -> dict[str
     return {"type": "function", "function": {"name": name, "parameters": schema, **fields}}
 
 
-# Grammars that take for ever to compile: remainders, and automata that multiply.
+# Grammars that never finish compiling: remainders, and automata that multiply.
 _REMAINDER = 9_999_991
 _PATTERNS = [{"pattern": f"a.{{{count}}}b"} for count in range(1, 27)]
 
 
 def _endless(number: int) -> dict[str, Any]:
-    """One of them, unlike the others."""
+    """A grammar unlike all others."""
     if number % 2:
         return {"type": "integer", "multipleOf": _REMAINDER - number}
     return {"type": "string", "allOf": [*_PATTERNS, {"maxLength": 1000 + number}]}
@@ -183,7 +183,7 @@ def _endless_tools(_: Victim) -> Iterator[Asked]:
 
 
 def _endless_lines(server: Victim) -> Iterator[Asked]:
-    """Each is a batch of its own."""
+    """Calls that each create a batch."""
     for number in range(8):
         body = {"prompt": "a", "max_tokens": 4, "response_format": _schema(_endless(number))}
         line = {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": body}
@@ -199,7 +199,7 @@ def _batch(server: Victim, key: str, line: Mapping[str, Any]) -> Asked:
 
 
 def _large_grammars(_: Victim) -> Iterator[Asked]:
-    """Which take tens of MiB each, if they are kept."""
+    """Calls whose grammars take tens of MiB each, if they are kept."""
     for number in range(24):
         schema = {"type": "integer", "multipleOf": 60_001 + 2 * number}
         yield _chat(response_format=_schema(schema))
@@ -213,7 +213,7 @@ def _costly_masks(_: Victim) -> Iterator[Asked]:
 
 
 def _long_prompts(_: Victim) -> Iterator[Asked]:
-    """Half of them are far too long, and half are all blanks, which the mark swallows."""
+    """Texts, half of them far too long, and half only blanks, which the mark swallows."""
     words = "x y " * (3 * MIB // 8) + MARK
     blanks = " " * (3 * MIB // 2) + MARK
     asked = _completion(words), _completion(blanks)
@@ -232,7 +232,7 @@ def _predictions(_: Victim) -> Iterator[Asked]:
 
 
 def _many_tools(_: Victim) -> Iterator[Asked]:
-    """Of 280 KB together, more than a chat may have."""
+    """Chats with tools of 280 KB, more than allowed."""
     given = {f"p{number}": {"type": "string", "description": "d" * 10} for number in range(45)}
     tools = [_tool({"type": "object", "properties": given}, f"f{number}") for number in range(128)]
     body = _chat(tools=tools)
@@ -240,15 +240,15 @@ def _many_tools(_: Victim) -> Iterator[Asked]:
 
 
 def _unlike(_: Victim) -> Iterator[Asked]:
-    """Prompts of which no two begin alike, each as long as may be."""
+    """Prompts as long as allowed, no two of which begin alike."""
     for number in range(400):
         ids = [3 + (number * 7 + place * (number + 1)) % 1500 for place in range(480)]
         yield Asked(COMPLETIONS, {"prompt": ids, "max_tokens": 1})
 
 
 def flood_of_caches(server: Victim) -> Tried:
-    """CROWD's prompts, none of which is like another, and QUIET's own, which it asks for again and
-    again and finds as before."""
+    """CROWD sends prompts that all differ, and QUIET repeats its own prompt, which must be found in
+    the prefix cache as before."""
     ids = [3 + place * 11 % 1500 for place in range(400)]
     again = Asked(COMPLETIONS, {"prompt": ids, "max_tokens": 1})
     alone = _found(server, again, again)
@@ -261,7 +261,7 @@ def flood_of_caches(server: Victim) -> Tried:
 
 
 def _found(server: Victim, *asked: Asked) -> float:
-    """The share of its prompt that the last of these calls has found."""
+    """The share of the prompt that the last of these calls found in the cache."""
     for each in asked:
         answer = call(server.http_address, each.path, each.body, key=QUIET)[1]
     usage = json.loads(answer)["usage"]
@@ -274,12 +274,12 @@ def _small() -> Asked:
 
 
 def _held() -> Asked:
-    """One whose text is held to a grammar."""
+    """A call with a grammar."""
     return _chat(response_format=_schema({"type": "object", "properties": {"a": {"const": 1}}}))
 
 
 def _paragraphs() -> Asked:
-    """So long that the encoder has a thread for it."""
+    """A call so long that it is encoded on a separate thread."""
     return _completion(_STORY * 48)
 
 
@@ -298,4 +298,4 @@ FLOODS: Mapping[str, Callable[[Victim], Tried]] = {
     "32 chats with 128 tools": Flood(_many_tools, 32, _small),
     "prompts that nobody asks for again": flood_of_caches,
 }
-"""By the name that the table has."""
+"""Floods by their names in the table."""

@@ -1,4 +1,4 @@
-"""What hostile clients send over HTTP, and what they get for it."""
+"""Attacks over HTTP, and the expected answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def call(server: Victim, path: str, body: Any = None, **options: Any) -> tuple[i
 
 
 def _try(server: Victim, tried: Tried, path: str, body: Any, **options: Any) -> int:
-    """The status, which is counted."""
+    """Makes a call; counts and returns its status."""
     began = time.monotonic()
     status, _ = call(server, path, body, **options)
     tried.codes[str(status)] += 1
@@ -60,7 +60,7 @@ def _serves(server: Victim, tried: Tried) -> None:
 
 
 def strings(server: Victim) -> Tried:
-    """Sends lone surrogates, NUL and the like, wherever a string may stand."""
+    """Sends lone surrogates, NUL and the like in every place for a string."""
     tried = Tried()
     for text in _STRINGS:
         message = {**_USER, "content": text}
@@ -81,7 +81,7 @@ def strings(server: Victim) -> Tried:
 
 
 def integers(server: Victim) -> Tried:
-    """Sends integers of 400 digits, wherever a number may stand."""
+    """Sends integers of 400 digits in every place for a number."""
     tried, large = Tried(), 10**399
     fields: dict[str, Any] = dict.fromkeys(("max_tokens", "n", "best_of", "logprobs"), large)
     fields |= dict.fromkeys(("top_k", "seed", "min_tokens", "temperature", "top_p"), large)
@@ -95,7 +95,7 @@ def integers(server: Victim) -> Tried:
 
 
 def bodies(server: Victim) -> Tried:
-    """Sends up to 8 MiB of what takes long to parse, or has long lists of errors."""
+    """Sends up to 8 MiB that take long to parse, or have long lists of errors."""
     tried = Tried()
     for size in BODY_BYTES:
         for path, begin, piece, end in (
@@ -124,8 +124,8 @@ def _refused(server: Victim, tried: Tried, path: str, body: bytes) -> None:
 
 
 def silent(server: Victim) -> Tried:
-    """As many connections as the server may have files, each of which gets an answer before its
-    body has come; then half of them drip and the others say nothing."""
+    """Opens as many connections as the server may have files. Each gets an answer before its body
+    was sent; then half of them send bytes slowly and the others nothing."""
     tried = Tried()
     with contextlib.ExitStack() as stack:
         head = b"POST /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n"
@@ -146,7 +146,8 @@ def silent(server: Victim) -> Tried:
 
 
 def framing(server: Victim) -> Tried:
-    """A request that may end in two places, and another one behind it (RFC 9112 section 11.2)."""
+    """Sends a request with an ambiguous end, followed by another request (RFC 9112 section
+    11.2)."""
     tried = Tried()
     lengths = ("Content-Length: 5\r\nTransfer-Encoding: chunked", "Content-Length: 5, 6")
     codings = ("Transfer-Encoding: chunked, identity", "X-Long: " + "x" * 60_000)
@@ -165,7 +166,8 @@ def framing(server: Victim) -> Tried:
 
 
 def browsers(server: Victim) -> Tried:
-    """What pages of other sites have browsers send: forms, and calls by a name that leads here."""
+    """Sends what other sites' pages make browsers send: forms, and calls to a name that resolves to
+    this machine."""
     tried = Tried()
     upload, kind = http_calls.form()
     for path, body in (("/v1/files", upload), (COMPLETIONS, b"{}"), ("/v1/models", None)):
@@ -176,7 +178,7 @@ def browsers(server: Victim) -> Tried:
 
 
 def liars(server: Victim) -> Tried:
-    """Many requests whose targets nobody could meet, and later fewer whose targets can be met."""
+    """Sends many requests with impossible targets, and later a few with possible targets."""
     tried = Tried()
 
     def ask(ttft_ms: float) -> int:
@@ -198,7 +200,7 @@ def liars(server: Victim) -> Tried:
 
 
 def template(server: Victim) -> Tried:
-    """Chats where the checkpoint's template loops, or fills the memory."""
+    """Sends chats with which the checkpoint's template loops, or fills the memory."""
     tried = Tried()
     for content in ("loop", "fill"):
         status = _try(server, tried, CHAT, {"messages": [{**_USER, "content": content}]})
@@ -214,7 +216,7 @@ HOSTILE_TEMPLATE = """{% if messages[0]['content'] == 'loop' %}
 
 @contextlib.contextmanager
 def _connected(server: Victim, sent: bytes) -> Iterator[socket.socket]:
-    """A connection that has said so much, and reads little at once."""
+    """A connection that has sent this, and reads little at once."""
     host, port = server.http_address.rsplit(":", 1)
     with socket.create_connection((host, int(port)), _PATIENCE_S) as connection:
         with contextlib.suppress(ConnectionError):

@@ -1,4 +1,4 @@
-"""Whole calls over HTTP, as `bench abuse` and `bench soak` make them."""
+"""Complete calls over HTTP, for `bench abuse` and `bench soak`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def call(
     key: str | None = None,
     patience_s: float | None = _PATIENCE_S,
 ) -> tuple[int, bytes]:
-    """Makes one call on a connection of its own.
+    """Makes a call on a new connection.
 
     Args:
         address: host:port.
-        path: of the URL.
-        body: bytes are sent as they are, all else as JSON; None for no body.
-        headers: further ones.
-        method: by default POST, or GET without a body.
-        key: an API key; None for none.
-        patience_s: timeout of the connection; None for none.
+        path: The URL's path.
+        body: Bytes are sent as they are, other values as JSON; None for no body.
+        headers: Further headers.
+        method: By default POST, or GET without a body.
+        key: An API key; None for none.
+        patience_s: The connection's timeout; None for none.
 
     Returns:
         Status and body.
 
     Raises:
-        OSError, http.client.HTTPException: there was no answer.
+        OSError, http.client.HTTPException: There was no answer.
     """
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     given = {} if raw is None else {"Content-Type": "application/json"}

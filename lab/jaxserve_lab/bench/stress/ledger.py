@@ -40,12 +40,12 @@ SEEN_AS: Mapping[str, frozenset[CallOutcome]] = {
 
 
 class Ledger:
-    """Counts each call once. Any thread may use it.
+    """Counts each call once. Thread-safe.
 
     Attributes:
-        by_kind: number of calls, by (kind, how it ended).
-        longest_s: the longest wait for the next piece of an answer, by who waited.
-        problems: what did not hold, with how often.
+        by_kind: Number of calls, by (kind, how it ended).
+        longest_s: The longest wait for the next piece of an answer, by waiter.
+        problems: Requirements that did not hold, and how often.
     """
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class Ledger:
         """Counts a call that has ended.
 
         Args:
-            kind: of call.
-            method: as the server's metrics call it.
-            ended: a key of SEEN_AS; any other is a problem.
-            surely: whether the server must have heard of it.
+            kind: Kind of the call.
+            method: Its name in the server's metrics.
+            ended: A key of SEEN_AS; any other is a problem.
+            surely: Whether the server must know of it.
         """
         with self._lock:
             self.by_kind[kind, ended] += 1
@@ -82,7 +82,7 @@ class Ledger:
             self.longest_s[who] = max(seconds, self.longest_s.get(who, 0.0))
 
     def problem(self, text: str) -> None:
-        """Notes something that did not hold."""
+        """Notes a problem."""
         with self._lock:
             self.problems[text] += 1
 
@@ -91,8 +91,8 @@ class Ledger:
         return self.by_kind.total()
 
     def disagreements(self, served: Mapping[tuple[str, str], int]) -> list[str]:
-        """Where the server's counts, by (method, ending), are none that these calls can have; one
-        line each."""
+        """Where the server's counts, by (method, ending), are impossible for these calls; one line
+        each."""
         found = []
         for method in sorted({method for method, _ in (*self._seen, *served)}):
             ours = {sets: count for (name, sets), count in self._seen.items() if name == method}
@@ -107,8 +107,9 @@ def _compared(
     maybe: int,
     theirs: Mapping[CallOutcome, int],
 ) -> list[str]:
-    """Totals agree, and each ending has as many as surely are its own, and at most as many as can
-    be; calls that the server may not have heard of can be any, or none."""
+    """Checks that totals agree, and that the count of each ending is possible: at least its certain
+    calls, at most all possible ones. Calls of which the server may not know can have any ending,
+    or none."""
     found = []
     total, counted = sum(ours.values()), sum(theirs.values())
     if not total <= counted <= total + maybe:

@@ -1,4 +1,4 @@
-"""A server process of one's own, for clients that behave badly: flags as of serve.py."""
+"""A separate server process for badly behaved clients; flags as for serve.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from jaxserve.bench.load_target import BenchError
 from jaxserve.server.access.options import KEYS_VARIABLE
 
-WRITE_TIMEOUT_S = 3.0  # so that nobody waits long for a slow reader's end
+WRITE_TIMEOUT_S = 3.0  # so that slow readers are ended soon
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Victim:
     """A running server process.
 
     Attributes:
-        process: its handle.
-        address: of gRPC.
-        http_address: of HTTP.
-        log: file that its stderr goes to.
-        key: one of its API keys, or None.
+        process: Its handle.
+        address: Address of gRPC.
+        http_address: Address of HTTP.
+        log: File with its stderr.
+        key: One of its API keys, or None.
     """
 
     process: subprocess.Popen[str]
@@ -46,7 +46,7 @@ class Victim:
         return len(os.listdir(self._proc / "task"))
 
     def handles(self) -> list[str]:
-        """What its open files are: paths, and sockets and pipes by kind, sorted."""
+        """Its open files: paths, and sockets and pipes by kind, sorted."""
         found = []
         for entry in (self._proc / "fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
@@ -73,14 +73,14 @@ def victim(
     """Starts a server, waits until it is ready, and kills it at the end.
 
     Args:
-        flags: of serve.py.
-        batches: whether it takes batches.
-        keys: its API keys, as in the environment variable.
-        key: one of them, for the clients.
-        open_files: its limit on open files; 0 for this process's.
+        flags: Flags of serve.py.
+        batches: Whether it takes batches.
+        keys: Its API keys, as in the environment variable.
+        key: One of them, for the clients.
+        open_files: Its limit on open files; 0 for this process's.
 
     Raises:
-        BenchError: it does not start.
+        BenchError: It does not start.
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
@@ -101,7 +101,7 @@ def victim(
             ) as process,
         ):
             try:
-                if open_files:  # it looks once its engine is built
+                if open_files:  # the server reads the limit after building its engine
                     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
                 assert process.stdout is not None
                 addresses = process.stdout.readline().split()

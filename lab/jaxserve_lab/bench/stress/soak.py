@@ -1,16 +1,16 @@
-"""A server under everything at once for a while, and what is left of it afterwards.
+"""A server under everything at once for a while, and its state afterwards.
 
     jaxserve bench soak --minutes=30
     jaxserve bench soak --minutes=2 --policy=accelgen --seed=1 --json
 
-A server process of its own listens on this machine only, with a pool so small that requests are
-preempted. Clients call it through both doors at once: both tiers, any lengths, targets and classes,
-streams that are read, read slowly, not read, cancelled, cut off or past their deadline, calls that
-are none, and batches. How long calls wait meanwhile is up to the policy; but once no more are made,
-all must end. Then the pool must be empty, no thread or open file left that was not there before,
-nothing compiled, and each call must have ended once, the same way to the server as to its client.
-Memory: the median of the last third against that of the middle third; the first is for warming up.
-The last line says whether all of that held, and the exit code is 1 if something did not. Flags of
+Its server process listens on this machine only, with a pool so small that requests are preempted.
+Clients call it over gRPC and HTTP: both tiers, any lengths, targets and classes, streams that are
+read, read slowly, not read, cancelled, cut off or past their deadline, malformed calls, and
+batches. How long calls wait meanwhile is up to the policy; but once no more are made, all must end.
+Then the pool must be empty, there must be no new thread or open file, nothing may have been
+compiled, and each call must have ended once, in the same way for the server and its client. Memory:
+the median of the last third is compared with that of the middle third; the first is for warming up.
+The last line says whether everything held, and the exit code is 1 if something did not. Flags of
 serve.py work too.
 """
 
@@ -43,9 +43,9 @@ from jaxserve_lab.bench.stress.server_process import Victim, victim
 from jaxserve_lab.bench.stress.soak_clients import Clients, ServerLost
 from jaxserve_lab.bench.stress.soak_metrics import AT_REST, SAMPLE_S, Page, settled
 
-CLIENTS = 24  # threads; more than rows and queue take, now and then
+CLIENTS = 24  # threads; at times more than rows and queue hold
 MAX_GROWTH_MIB = 16.0
-MAX_NEW_THREADS = 8  # that pools of threads had not started yet when it began
+MAX_NEW_THREADS = 8  # of thread pools that start threads late
 _FLAGS = (
     "--policy=bros",
     "--config.engine.max_model_len=512",
@@ -55,7 +55,7 @@ _FLAGS = (
     "--config.scheduler.max_queue=24",
     "--config.server.max_calls=24",
 )
-_HOST = "--config.cache.host_gib=0.002"  # for checkpoints, or for blocks that are found again
+_HOST = "--config.cache.host_gib=0.002"  # for checkpoints, or cached prefixes
 _EXIT_S = 120.0
 
 
@@ -64,15 +64,15 @@ class Outcome:
     """The outcome of a soak.
 
     Attributes:
-        seconds: that clients called, until the last call ended.
-        by_kind: number of calls, by (kind, how it ended to the client).
-        longest_s: the longest wait for the next piece of an answer, by who waited.
-        last_s: from when no more calls were made to the end of the last one.
-        endings: number of calls, by the server's (method, ending).
-        memory_mib: samples of the server's memory.
-        preemptions: by the server's count.
-        threads: the server's, before and after.
-        problems: what did not hold.
+        seconds: Time until the last call ended.
+        by_kind: Number of calls, by (kind, how it ended for the client).
+        longest_s: The longest wait for the next piece of an answer, by waiter.
+        last_s: Time from the last new call to the end of the last call.
+        endings: Number of calls, by the server's (method, ending).
+        memory_mib: Samples of the server's memory.
+        preemptions: Counted by the server.
+        threads: Number of the server's threads, before and after.
+        problems: Requirements that did not hold.
     """
 
     seconds: float = 0.0
@@ -95,11 +95,11 @@ class Outcome:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The arguments, checked, with those for the server as `flags`; argparse exits by itself for
-    --help. Raises UsageError or ConfigError."""
+    """Parses and checks the command line, with the server's arguments as `flags`; argparse exits
+    for --help. Raises UsageError or ConfigError."""
     parser = BenchParser("soak", description=__doc__)
     parser.number("minutes", 2.0, "of calls", least=None)
-    parser.number("seed", 0, "of what is asked", least=0)
+    parser.number("seed", 0, "of the calls", least=0)
     growth = "of memory, from the middle third to the last"
     parser.number("max_growth_mib", MAX_GROWTH_MIB, growth, least=None)
     args, rest = parser.parse_serving([*_FLAGS, *argv])
@@ -115,7 +115,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Runs it and prints; the exit code."""
+    """Runs the soak and prints; returns the exit code."""
     where = machine()
     outcome = run(args.flags, 60 * args.minutes, args.seed, args.max_growth_mib)
     result = {"command": "soak", "minutes": args.minutes, "seed": args.seed, **as_json(outcome)}
@@ -130,17 +130,17 @@ def run(
     max_growth_mib: float = MAX_GROWTH_MIB,
     clients: int = CLIENTS,
 ) -> Outcome:
-    """Runs the soak on a server of its own.
+    """Starts a server and runs the soak on it.
 
     Args:
-        flags: of the server.
-        seconds: for which calls are made.
-        seed: of what is asked for.
-        max_growth_mib: limit on the growth of memory from the middle third to the last.
-        clients: threads that call.
+        flags: The server's flags.
+        seconds: Time during which calls are made.
+        seed: Seed of the calls.
+        max_growth_mib: Limit on the growth of memory from the middle third to the last.
+        clients: Number of calling threads.
 
     Raises:
-        BenchError: the server does not start.
+        BenchError: The server does not start.
     """
     with victim(*flags, batches=True) as server:
         outcome = Outcome()
@@ -162,7 +162,7 @@ def _soaked(server: Victim, outcome: Outcome, seconds: float, seed: int, count: 
     outcome.by_kind, outcome.longest_s = ledger.by_kind, ledger.longest_s
     try:
         clients = Clients(server, ledger, seed, count)
-        clients.each_kind()  # so that what is made once is there
+        clients.each_kind()  # so that one-time objects exist
         settled(server, lambda: True)
         threads, handles = server.threads(), Counter(server.handles())
         over = threading.Event()
@@ -187,7 +187,7 @@ def _soaked(server: Victim, outcome: Outcome, seconds: float, seed: int, count: 
 
 
 def text(outcome: Outcome) -> str:
-    """The table, and below it what did not hold."""
+    """The table, and the problems below it."""
     lines = [("", "calls", "as their clients saw them end")]
     for kind in sorted({kind for kind, _ in outcome.by_kind}):
         ends = {end: n for (name, end), n in sorted(outcome.by_kind.items()) if name == kind}
@@ -232,7 +232,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 def _sample(server: Victim, seconds: float, memory: list[float], over: threading.Event) -> None:
     bar = tqdm(total=round(seconds), desc="soak", unit="s", disable=not sys.stderr.isatty())
     with bar:
-        while server.process.poll() is None:  # if it has ended, whoever calls it finds out
+        while server.process.poll() is None:  # if it has ended, its clients notice
             with contextlib.suppress(OSError):
                 memory.append(server.memory_mib())
             if over.wait(SAMPLE_S):
@@ -245,8 +245,8 @@ def _new_handles(server: Victim, before: Counter[str]) -> Counter[str]:
 
 
 def left_over(page: Page, handles: Counter[str], outcome: Outcome) -> list[str]:
-    """Problems at rest: what should be empty and is not, or should not have happened. handles:
-    files that were not open before."""
+    """Problems at rest: things that should be empty, or should not have happened. handles: newly
+    open files."""
     found, values = [], page.values
     for name in (*AT_REST, "compiles_after_warmup_total"):
         if values[name]:
@@ -271,7 +271,7 @@ def grown(outcome: Outcome, most_mib: float) -> list[str]:
 
 
 def stopped(server: Victim) -> list[str]:
-    """Sends SIGTERM; problems if the server does not end, or not with 0."""
+    """Sends SIGTERM; returns problems if the server does not end with 0."""
     server.process.send_signal(signal.SIGTERM)
     try:
         code = server.process.wait(_EXIT_S)

@@ -1,4 +1,4 @@
-"""A client of `bench soak`, and what it asks for."""
+"""A client of `bench soak`, and its requests."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ from jaxserve_lab.bench.stress.ledger import Ledger
 MAX_PROMPT, MAX_OUTPUT = 240, 160
 KNOWN_OUTPUT = 96
 _KNOWN = 6
-_LEARN_S = 120.0  # for each call, which has the server to itself
+_LEARN_S = 120.0  # per call, on an idle server
 
 
 @dataclass
 class Caller:
-    """One client thread, and what it knows of the model.
+    """A client thread, and what it knows of the model.
 
     Attributes:
-        rng: draws its calls.
-        grpc, http: clients of the two doors.
-        ledger: where calls are noted.
-        vocab_size: of the model; 0 until learnt.
-        known: greedy texts of KNOWN_OUTPUT tokens, by prompt, from a server with nothing else to
-            do.
-        doing: the kind of call that it makes now.
+        rng: Draws its calls.
+        grpc, http: Clients of the two frontends.
+        ledger: Notes calls.
+        vocab_size: The model's; 0 until learnt.
+        known: Greedy texts of KNOWN_OUTPUT tokens, by prompt, from an idle server.
+        doing: The kind of its current call.
     """
 
     rng: random.Random
@@ -56,7 +55,7 @@ class Caller:
             self.ledger.note("whole", self.grpc.method, "ok")
 
     def texts(self, stream: soak_frontends.Stream, asked: soak_frontends.Asked) -> Iterator[str]:
-        """Passes on a stream's pieces, and notes how long each takes to come. Raises Refused."""
+        """Passes on a stream's pieces, and notes how long each takes. Raises Refused."""
         pieces = stream.texts()
         while True:
             began = time.monotonic()
@@ -69,7 +68,7 @@ class Caller:
             yield piece
 
     def door(self) -> soak_frontends.Door:
-        """One of the two doors, at random."""
+        """A random frontend."""
         return self.rng.choice((self.grpc, self.http))
 
     def asked(self, shortest: int = 1, longest: int = MAX_OUTPUT) -> soak_frontends.Asked:
@@ -99,18 +98,18 @@ class Caller:
 def whole_http(
     caller: Caller, kind: str, path: str, body: Any = None, *, method: str = "", **options: Any
 ) -> dict[str, Any]:
-    """Makes one HTTP call and notes how it ended.
+    """Makes an HTTP call and notes how it ended.
 
     Args:
-        caller: whose call it is.
-        kind: of call, for the ledger.
-        path, body, method, options: of `http_calls.call`.
+        caller: The calling client.
+        kind: Kind of the call, for the ledger.
+        path, body, method, options: As for `http_calls.call`.
 
     Returns:
         The JSON object of the answer.
 
     Raises:
-        Refused: the status is not 200.
+        Refused: The status is not 200.
     """
     given = {"method": method, "patience_s": None, **options}
     status, answer = call(caller.http.address, path, body, **given)

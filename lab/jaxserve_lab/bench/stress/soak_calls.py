@@ -1,5 +1,5 @@
-"""The kinds of calls of `bench soak`: each makes one, or a few that belong together, and notes how
-they ended."""
+"""The kinds of calls of `bench soak`: each function makes a call, or a few that belong together,
+and notes how they ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OVERLOADED = {"RESOURCE_EXHAUSTED", "queue_full", "too_many_calls", "expected_l
 
 
 def whole(caller: Caller) -> None:
-    """Reads all of a stream, and compares its text where that is known."""
+    """Reads all of a stream, and compares its text if it is known."""
     asked, text = caller.asked(), None
     if caller.rng.random() < 0.5:
         prompt = caller.rng.choice(list(caller.known))
@@ -46,8 +46,8 @@ def scored(caller: Caller) -> None:
 
 
 def conversation(caller: Caller) -> None:
-    """Asks a few times, each time with more behind what was asked before, under a cache salt of its
-    own: nothing of others' is found, and the last answer is what it is to who finds nothing."""
+    """Makes a few calls, each extending the previous prompt, with its own cache salt: no prefix of
+    others is found, and the last answer is the same as without the cache."""
     asked, salt, ended = caller.asked(shortest=8, longest=24), uuid.uuid4().hex, "ok"
     asked.sampling, texts = {"ignore_eos": True}, list[str]()
     try:
@@ -58,7 +58,7 @@ def conversation(caller: Caller) -> None:
             if cached and (cache_salt != salt or not turn):
                 caller.ledger.problem(f"conversation: {cached} tokens of others' were found")
             texts.append(found["choices"][0]["text"])
-            if turn < 2:  # the third and the fourth ask the same
+            if turn < 2:  # the third and the fourth are equal
                 asked.prompt = asked.prompt + asked.prompt[:8]
         if texts[2] != texts[3]:
             caller.ledger.problem("conversation: a text is not what it is where nothing is found")
@@ -122,7 +122,7 @@ def unread(caller: Caller) -> None:
 
 
 def wrong(caller: Caller) -> None:
-    """Sends what is no request, or one that cannot be served."""
+    """Sends a malformed request, or one that cannot be served."""
     rng, door = caller.rng, caller.door()
     if door is caller.grpc and rng.random() < 0.5:
         ended = asyncio.run(attacks.told(caller.grpc.client.address, attacks.no_message(rng)))
@@ -149,12 +149,12 @@ def half(caller: Caller) -> None:
         connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", str(len(body)))
         connection.endheaders(body[: len(body) // 2])
-        # Only what the server has taken up is surely counted; there is no way to know.
+        # Calls are only counted if the server took them up, which is unknown here.
     caller.ledger.note("half", caller.http.method, "half", surely=False)
 
 
 def twice(caller: Caller) -> None:
-    """Uses a request_id again while it runs."""
+    """Reuses a running request's request_id."""
     name, door = uuid.uuid4().hex, caller.door()
     first = caller.asked(shortest=40)
     first.request_id = name
@@ -171,7 +171,7 @@ def twice(caller: Caller) -> None:
 
 
 def asked_about(caller: Caller) -> None:
-    """Asks what is served, and has a text tokenized and tokens detokenized."""
+    """Asks for the model, tokenizes a text and detokenizes tokens."""
     caller.grpc.client.info()
     caller.ledger.note("questions", "GetServerInfo", "ok")
     for path, body in (
@@ -197,7 +197,7 @@ KINDS: Mapping[Callable[[Caller], None], float] = {
     grpc_batch: 0.02,
     http_batch: 0.02,
 }
-"""How often each is made."""
+"""Relative frequencies of the calls."""
 
 
 def _read(
@@ -221,7 +221,7 @@ def _read(
 
 
 def _note_read(caller: Caller, kind: str, door: soak_frontends.Door, ended: str) -> None:
-    """Those that were well asked are served, left, or too many."""
+    """Good calls are served, left, or too many."""
     if ended not in {"ok", "left", *_OVERLOADED}:
         caller.ledger.problem(f"{kind}: {door.name} ended a good call with {ended}")
     caller.ledger.note(kind, door.method, ended)
@@ -239,7 +239,8 @@ def _followed(
     *,
     vanish: bool = False,
 ) -> str:
-    """How it ended, as `Ledger` has it: left where a piece, which has a number, was enough."""
+    """How a call ended, in `Ledger`'s terms: left if it was enough to read the piece with this
+    number."""
     try:
         for number, text in enumerate(texts):
             if enough(number, text):

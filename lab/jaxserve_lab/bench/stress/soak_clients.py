@@ -1,9 +1,8 @@
-"""The clients of `bench soak`, each on a thread of its own, and whether one of them is forgotten.
+"""The clients of `bench soak`, each on its own thread, and a check that none waits for ever.
 
-How long a call may wait while others keep coming is for the policy to say, and some promise
-nothing. So nobody gives up by the clock. Once no more calls are made, though, there is only so much
-left to generate: a client that still waits when the server has brought no token to anybody for
-PATIENCE_S waits for good.
+The policy decides how long a call waits while others keep coming, and some policies promise
+nothing, so clients have no time limit. But once no more calls are made, little is left to generate:
+if the server generates no token for PATIENCE_S while clients wait, they wait for ever.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ PATIENCE_S = 120.0
 
 
 class ServerLost(Exception):
-    """There is no server to go on with; the message says what became of it."""
+    """There is no server any more; the message says why."""
 
 
 class Patience:
-    """How long clients wait for a server that has nothing new to do: until no token has come for
-    limit_s."""
+    """How long clients wait for a server without new calls: until no token has come for limit_s."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -39,25 +37,24 @@ class Patience:
         self._since: float | None = None
 
     def over(self, tokens: float | None, now: float) -> bool:
-        """Whether it has run out. tokens: generated so far; None where the server does not say.
-        now: seconds."""
+        """Whether patience has run out. tokens: generated so far; None if unknown. now: seconds."""
         if self._since is None or (tokens is not None and tokens != self._tokens):
             self._tokens, self._since = tokens, now
         return now - self._since > self._limit_s
 
 
 class Clients:
-    """Callers on threads of their own, which share what a first one has learnt from the server.
+    """Callers on separate threads, which share what the first has learnt from the server.
 
     Args:
-        server: to call.
-        ledger: where calls are noted.
-        seed: of what is asked for.
-        count: number of callers.
-        patience_s: see `Patience`.
+        server: The server.
+        ledger: Notes calls.
+        seed: Seed of the calls.
+        count: Number of callers.
+        patience_s: See `Patience`.
 
     Raises:
-        ServerLost: the server does not answer the first one.
+        ServerLost: The server does not answer the first caller.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class Clients:
         self.callers = [self._caller(random.Random(f"{seed}, {i}"), first) for i in range(count)]
 
     def each_kind(self) -> None:
-        """Makes each kind of call at least once, with all clients at once. Raises ServerLost."""
+        """Makes each kind of call at least once, with all clients together. Raises ServerLost."""
         kinds = list(KINDS)
         rounds = range(max(len(kinds), len(self.callers)))
 
@@ -89,8 +86,8 @@ class Clients:
         self._at_once(call, time.monotonic())
 
     def call_for(self, seconds: float) -> float:
-        """Makes calls of random kinds, one after the other in each client. Returns the seconds from
-        the end of that time to the end of the last call. Raises ServerLost."""
+        """Makes calls of random kinds for this time, one after the other in each client. Returns
+        the seconds from then to the end of the last call. Raises ServerLost."""
         end = time.monotonic() + seconds
         kinds, weights = list(KINDS), list(KINDS.values())
 
@@ -102,7 +99,7 @@ class Clients:
         return max(0.0, time.monotonic() - end)
 
     def close(self) -> None:
-        """Closes their connections."""
+        """Closes all connections."""
         for caller in self.callers:
             caller.grpc.close()
 
@@ -117,8 +114,8 @@ class Clients:
         kind(caller)
 
     def _at_once(self, work: Callable[[Caller], None], end: float) -> None:
-        """Each on a thread of its own; what one of them did not expect is a problem. end: when no
-        more calls are made, on the monotonic clock."""
+        """Runs each client on its own thread; an unexpected error is a problem. end: when no more
+        calls are made, on the monotonic clock."""
         threads = [
             threading.Thread(target=self._guarded, args=(work, caller)) for caller in self.callers
         ]

@@ -1,4 +1,4 @@
-"""A client for each door of a server, as `bench soak` wants them: streams that can be left."""
+"""Clients of a server's frontends for `bench soak`, with streams that can be left."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Refused(Exception):
 
 @dataclass
 class Asked:
-    """One call that generates.
+    """A generating call.
 
     Attributes:
-        prompt: token ids.
-        max_tokens: of the output.
-        sampling: fields that gRPC and HTTP call alike.
-        slo, slo_class, tier, request_id: as for `make_request`.
+        prompt: Token ids.
+        max_tokens: Limit of the output.
+        sampling: Fields with the same names in gRPC and HTTP.
+        slo, slo_class, tier, request_id: As for `make_request`.
     """
 
     prompt: list[int]
@@ -48,16 +48,16 @@ class Asked:
 
     @property
     def tier_served(self) -> str:
-        """The tier that the server gives it: its own, its class's, or real-time."""
+        """The call's effective tier: its own, its class's, or real-time."""
         return self.tier or ("best_effort" if self.slo_class == "offline" else "realtime")
 
 
 class GrpcDoor:
-    """The server's gRPC frontend, seen by a client.
+    """A client of the server's gRPC frontend.
 
     Attributes:
-        name: as people say it.
-        method: what the server's metrics call a call that generates.
+        name: Name of the frontend.
+        method: Name of generating calls in the server's metrics.
     """
 
     name, method = "gRPC", "Generate"
@@ -66,8 +66,7 @@ class GrpcDoor:
         self.client = Client(address)
 
     def stream(self, asked: Asked, timeout_s: float | None = None) -> GrpcStream:
-        """Sends a call. The client gives up after timeout_s, a deadline that the server knows of;
-        None: never."""
+        """Sends a call. timeout_s: its deadline, known to the server; None: none."""
         return GrpcStream(self.client.address, asked, timeout_s)
 
     def close(self) -> None:
@@ -76,13 +75,12 @@ class GrpcDoor:
 
 
 class GrpcStream:
-    """A call that is being answered over gRPC, on a channel of its own, so that closing it cuts off
-    only this call.
+    """A running call over gRPC, on its own channel, so that closing it cuts off only this call.
 
     Args:
         address: host:port.
-        asked: the call.
-        timeout_s: deadline of the call; None for none.
+        asked: The call.
+        timeout_s: The call's deadline; None for none.
     """
 
     def __init__(self, address: str, asked: Asked, timeout_s: float | None) -> None:
@@ -102,7 +100,7 @@ class GrpcStream:
         self._call = stub.Generate(message, timeout=timeout_s)
 
     def texts(self) -> Iterator[str]:
-        """The pieces of the answer as they come, until its end. Raises Refused."""
+        """The pieces of the answer as they come. Raises Refused."""
         try:
             for message in self._call:
                 yield message.text
@@ -110,15 +108,14 @@ class GrpcStream:
             raise Refused(error.code().name) from None
 
     def leave(self, *, vanish: bool) -> None:
-        """Ends the call from here, by cancelling it or, to vanish, by closing the connection. Once
-        only."""
+        """Ends the call by cancelling it or, to vanish, by closing the connection. Only once."""
         if not vanish:
             self._call.cancel()
         self._channel.close()
 
 
 class HttpDoor:
-    """As `GrpcDoor`, of its HTTP frontend."""
+    """Like `GrpcDoor`, for the HTTP frontend."""
 
     name, method = "HTTP", f"http {COMPLETIONS}"
 
@@ -126,8 +123,8 @@ class HttpDoor:
         self.address = address
 
     def stream(self, asked: Asked, timeout_s: float | None = None) -> HttpStream:
-        """As `GrpcDoor.stream`; HTTP has no deadlines, so after timeout_s without a byte the client
-        gives up."""
+        """Like `GrpcDoor.stream`; HTTP has no deadlines, so the client gives up after timeout_s
+        without a byte."""
         return HttpStream(self.address, completion(asked, stream=True), timeout_s)
 
     def connect(self) -> http.client.HTTPConnection:
@@ -136,12 +133,12 @@ class HttpDoor:
 
 
 class HttpStream:
-    """As `GrpcStream`, over HTTP, on a connection of its own.
+    """Like `GrpcStream`, over HTTP, on its own connection.
 
     Args:
         address: host:port.
-        body: of the POST, a JSON object.
-        timeout_s: for which no byte may come; None for no limit.
+        body: The POST's body, a JSON object.
+        timeout_s: Limit of the time without a byte; None for no limit.
     """
 
     def __init__(self, address: str, body: dict[str, Any], timeout_s: float | None) -> None:
@@ -151,7 +148,7 @@ class HttpStream:
         self._answer: http.client.HTTPResponse | None = None
 
     def texts(self) -> Iterator[str]:
-        """As `GrpcStream.texts`."""
+        """Like `GrpcStream.texts`."""
         self._answer = self._connection.getresponse()
         if self._answer.status != http.HTTPStatus.OK:
             raise Refused(error_code(self._answer.status, self._answer.read()))
@@ -167,7 +164,7 @@ class HttpStream:
         raise Refused("cut short")
 
     def leave(self, *, vanish: bool) -> None:
-        """As `GrpcStream.leave`. vanish: without the bytes that a connection ends with, a reset."""
+        """Like `GrpcStream.leave`. vanish: by a reset, without ending the connection properly."""
         if vanish and self._connection.sock is not None:
             never = b"\1\0\0\0\0\0\0\0"  # linger on, for 0 s
             self._connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, never)
@@ -181,7 +178,7 @@ Stream = GrpcStream | HttpStream
 
 
 def completion(asked: Asked, **more: Any) -> dict[str, Any]:
-    """The body for HTTP; temperatures are as gRPC's, 0 by default."""
+    """The body for HTTP; the temperature is 0 by default, as with gRPC."""
     body = {
         "prompt": asked.prompt,
         "max_tokens": asked.max_tokens,
@@ -197,7 +194,7 @@ def completion(asked: Asked, **more: Any) -> dict[str, Any]:
 
 
 def error_code(status: int, body: bytes) -> str:
-    """The code in an HTTP error's body, or the status where there is none."""
+    """The code in an HTTP error's body, or the status without one."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return str(json.loads(body)["error"]["code"] or status)
     return str(status)

@@ -1,4 +1,4 @@
-"""What the server of `bench soak` says of itself."""
+"""The metrics of the server in `bench soak`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Page:
     """The server's metrics at one time.
 
     Attributes:
-        values: of metrics without labels, by name without "jaxserve:".
-        endings: number of calls, by (method, ending).
+        values: Values of metrics without labels, by name without "jaxserve:".
+        endings: Number of calls, by (method, ending).
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def read_page(text: str) -> Page:
 
 
 def tokens(server: Victim) -> float | None:
-    """Tokens that the server has generated so far; None where it does not say."""
+    """Tokens that the server has generated so far; None if unknown."""
     try:
         return metrics(server).values["generation_tokens_total"]
     except OSError:

@@ -1,4 +1,4 @@
-"""What one key of a server does to another: over HTTP, to a server that has both."""
+"""Attacks of one API key on another, over HTTP."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ CONCURRENCY = 2
 FILES, FILE_MIB = 30, 60
 CALLS, PROMPTS, N = 16, 128, 2
 ROUNDS, TOKENS = 100, 384
-DIFFER = 4.0  # deviations of a rank sum: one case in 16,000, were there no difference
+DIFFER = 4.0  # deviations of a rank sum: one case in 16,000 without a difference
 _PATIENCE_S = 60.0
 
 
 def key_lines() -> str:
-    """As the environment's JAXSERVE_API_KEYS has them. LOUD may have CONCURRENCY requests, the
-    others any number."""
+    """The keys as in JAXSERVE_API_KEYS. LOUD may have CONCURRENCY requests, the others any
+    number."""
     limits = {LOUD: CONCURRENCY, CROWD: 0, QUIET: 0}
     keys = (ApiKey(name, digest_of(name.encode()), concurrency=n) for name, n in limits.items())
     return ";".join(key.line() for key in keys)
 
 
 async def too_much_at_once(address: str) -> Tried:
-    """LOUD's calls of 256 requests each, and as many of what it may have at once, while QUIET asks
-    for a few tokens."""
+    """LOUD makes calls of 256 requests each, and as many of its limit, while QUIET asks for a few
+    tokens."""
     tried = Tried()
     many = {"prompt": ["Once upon a time"] * PROMPTS, "n": N, "max_tokens": 64}
     few = {"prompt": "Once upon a time", "n": CONCURRENCY, "max_tokens": 64}
@@ -62,7 +62,7 @@ async def too_much_at_once(address: str) -> Tried:
 
 
 async def many_prompts(address: str) -> Tried:
-    """CROWD's call of 128 requests, and QUIET's of one, again and again while that runs."""
+    """CROWD makes a call of 128 requests, while QUIET makes calls of one request."""
     tried, waits = Tried(), [0.0]
     many = {"prompt": ["Once upon a time"] * PROMPTS, "max_tokens": 128, "ignore_eos": True}
     few = {"prompt": "Once upon a time", "max_tokens": 8}
@@ -82,7 +82,7 @@ async def many_prompts(address: str) -> Tried:
 
 
 async def unread_files(address: str) -> Tried:
-    """A large file of QUIET's, which has no limit, is asked for again and again, and not read."""
+    """Repeatedly asks for a large file of QUIET, which has no limit, without reading it."""
     tried, content = Tried(), "x" * (FILE_MIB * MIB)
     upload = functools.partial(call, address, "/v1/files", *form(content), key=QUIET)
     del content
@@ -99,7 +99,7 @@ async def unread_files(address: str) -> Tried:
     for reader in readers:
         status = (await asyncio.to_thread(reader.recv, 12)).decode().rpartition(" ")[2]
         tried.codes[status] += 1
-    await asyncio.sleep(1.0)  # what else would come into memory
+    await asyncio.sleep(1.0)  # otherwise files would be loaded into memory
     for reader in readers:
         reader.close()
     tried.expect(tried.codes == {"200": FILES}, "a file was refused")
@@ -107,8 +107,8 @@ async def unread_files(address: str) -> Tried:
 
 
 async def timed_prompts(address: str) -> Tried:
-    """QUIET asks for what CROWD has just asked for, and for something new, and must not be able to
-    tell which by its clock. CROWD asks once more, and must."""
+    """QUIET repeats CROWD's prompts and sends new ones; their times must not differ. Those of
+    CROWD's own repeated prompts must."""
     tried, drawn = Tried(), random.Random(0)
     again, anothers, new = (list[float]() for _ in range(3))
     for _ in range(ROUNDS):
@@ -128,16 +128,16 @@ async def timed_prompts(address: str) -> Tried:
 
 
 def rank_sum(some: Sequence[float], others: Sequence[float]) -> float:
-    """By how many standard deviations the sum of some's ranks is above what it would be if both
-    were drawn alike (Mann and Whitney's U, in its normal approximation)."""
+    """By how many standard deviations the rank sum of `some` exceeds that of equal distributions
+    (Mann and Whitney's U, in its normal approximation)."""
     n, m = len(some), len(others)
     ranks = np.argsort(np.argsort([*some, *others], kind="stable"))
-    above = float(ranks[:n].sum()) - n * (n - 1) / 2  # pairs of which some's is the larger
+    above = float(ranks[:n].sum()) - n * (n - 1) / 2  # pairs in which the value of `some` is larger
     return (above - n * m / 2) / float(np.sqrt(n * m * (n + m + 1) / 12))
 
 
 def _seconds(address: str, key: str, prompt: list[int], tried: Tried) -> float:
-    """Until its first token has come."""
+    """Seconds until the first token."""
     began = time.perf_counter()
     status = _posted(address, key, {"prompt": prompt, "max_tokens": 1})
     tried.expect(status == HTTPStatus.OK, f"a call ended with {status}")

@@ -52,8 +52,8 @@ class Operation:
     """One line of HLO.
 
     Attributes:
-        name: with its "%".
-        opcode: such as "fusion".
+        name: With its "%".
+        opcode: Such as "fusion".
         shape: The shape of its value, as printed.
         operands: Names.
         number: Number of a parameter, or of the element that a get-tuple-element takes; else -1.
@@ -109,8 +109,8 @@ class Module:
     """An HLO module.
 
     Attributes:
-        computations: operations in order, by the computation's name.
-        entry: name of the computation that is run.
+        computations: Operations in order, by the computation's name.
+        entry: Name of the computation that is run.
     """
 
     computations: dict[str, tuple[Operation, ...]]

@@ -27,8 +27,8 @@ class KernelUse:
         name: The kernel's name.
         registers: Registers per thread.
         spill_stores: Bytes that a thread spills to memory.
-        spill_loads: bytes that it reads back.
-        shared: bytes of shared memory that a launch asks for.
+        spill_loads: Bytes that it reads back.
+        shared: Bytes of shared memory that a launch asks for.
     """
 
     name: str

@@ -46,9 +46,9 @@ class Move:
     """An operation that moves weights.
 
     Attributes:
-        name: with its "%".
-        opcode: such as "copy".
-        size: bytes of weights that it writes to memory.
+        name: With its "%".
+        opcode: Such as "copy".
+        size: Bytes of weights that it writes to memory.
     """
 
     name: str
