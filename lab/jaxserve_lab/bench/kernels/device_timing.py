@@ -28,8 +28,8 @@ class Timing:
     """How long a call of a `Loop` takes.
 
     Attributes:
-        seconds: Of one call.
-        clock: What measured it, DEVICE or HOST.
+        seconds: Time of a call.
+        clock: The clock, DEVICE or HOST.
         host_seconds: The same by the host's clock, as a cross-check.
     """
 
