@@ -1,4 +1,4 @@
-"""Which adapter (LoRA) is in which of the device's slots, and who uses it."""
+"""Which adapter (LoRA) is in which of the device's slots, and which requests use it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Adapter:
-    """One that requests may name.
+    """An adapter that requests may name.
 
     Attributes:
         name: its name, which requests give as their model.
         path: the folder that it was loaded from.
-        slot: its own.
-        columns: its own, on the device.
-        rank: its own.
-        digest: of what it changes, by which caches of equal ones are found.
+        slot: its slot.
+        columns: its columns on the device.
+        rank: its rank.
+        digest: digest of its weights; equal adapters share caches.
     """
 
     name: str
@@ -39,17 +39,17 @@ class Adapter:
 
     @property
     def number(self) -> int:
-        """Of rows that have it; those without any have 0."""
+        """Its number in batches; 0 stands for no adapter."""
         return self.slot + 1
 
 
 class AdapterLoad(NamedTuple):
-    """Whose requests there are.
+    """The adapters that requests use.
 
     Attributes:
         max_loras: adapters that may be loaded at once.
-        running: names of those that some request with cache has, sorted.
-        waiting: likewise of requests without.
+        running: sorted names of the adapters of requests with a cache.
+        waiting: sorted names of those of requests without one.
     """
 
     max_loras: int
@@ -65,21 +65,21 @@ class UnknownAdapter(InvalidRequest):
 
 
 class AdapterSlots:
-    """The slots, and the room of columns, rank for each slot, that adapters take as they need. Any
-    thread may call its methods.
+    """The slots, and the columns, rank for each slot, that adapters share. Any thread may call its
+    methods.
 
-    An adapter takes columns from a multiple of their number on, all powers of two. So whoever has a
-    free slot finds columns: as there are fewer other adapters than times that the largest rank is
-    in the room, and none of them is in two of those, one of those is free.
+    An adapter's columns begin at a multiple of their number, and all numbers are powers of two. So
+    an adapter with a free slot always finds columns: with the largest rank, the columns form one
+    range per slot, no other adapter lies in two ranges, and there are fewer others than ranges.
 
     Args:
-        count: how many there are.
-        rank: the most columns of an adapter.
-        load: (folder, root) -> what is in the folder, see `jaxserve.weights.lora.load_adapter`.
-        reserved: a name that none may have, the base's.
+        count: number of slots.
+        rank: most columns of an adapter.
+        load: (folder, root) -> the folder's content, see `jaxserve.weights.lora.load_adapter`.
+        reserved: a name that no adapter may have, the base model's.
 
     Attributes:
-        count: as given.
+        count: number of slots.
     """
 
     def __init__(
@@ -93,19 +93,19 @@ class AdapterSlots:
         self._lock = threading.Lock()
         self._free = list(range(count - 1, -1, -1))
         self.count, self._columns = count, count * rank
-        self._taken: dict[int, range] = {}  # columns by slot
+        self._taken: dict[int, range] = {}  # by slot
         self._ready: dict[str, Adapter] = {}
         self._loading: set[str] = set()
-        self._used: Counter[int] = Counter()  # requests by slot
-        self._leaving: set[int] = set()  # slots of those that are unloaded and still used
+        self._used: Counter[int] = Counter()  # by slot, number of requests
+        self._leaving: set[int] = set()  # slots of unloaded adapters that are still in use
 
     def all(self) -> list[Adapter]:
-        """Those that requests may name, in the order in which they came."""
+        """The adapters that requests may name, in the order in which they were loaded."""
         with self._lock:
             return list(self._ready.values())
 
     def find(self, name: str) -> Adapter:
-        """The one of this name. Raises UnknownAdapter."""
+        """The adapter of this name. Raises UnknownAdapter."""
         with self._lock:
             return self._find(name)
 
@@ -127,11 +127,13 @@ class AdapterSlots:
         Args:
             name: its name.
             path: its folder.
-            root: folder that it has to be in; None for any.
-            put: (slot, first column, adapter) puts it there, and returns once that is certain.
+            root: folder that must contain it; None for any.
+            put: (slot, first column, adapter) copies it to the device, and returns once that is
+            done.
 
         Raises:
-            AdapterError: the name is taken or no name, all slots are, or as `load_adapter`.
+            AdapterError: the name is taken or invalid, all slots are taken, or `load_adapter`
+                fails.
         """
         if not LORA_NAME.fullmatch(name):
             like = "1 to 128 of A-Z a-z 0-9 . _ : @ + -"
@@ -156,7 +158,7 @@ class AdapterSlots:
             with self._lock:
                 self._loading.discard(name)
                 self._leave(slot)
-            if isinstance(error, ValueError):  # a `CheckpointError`, whose module knows JAX
+            if isinstance(error, ValueError):  # a `CheckpointError`, whose module imports JAX
                 raise AdapterError(str(error)) from None
             raise
         made = Adapter(name, path, slot, columns, loaded.rank, loaded.digest)
@@ -166,7 +168,7 @@ class AdapterSlots:
         return made
 
     def _take(self, slot: int, count: int) -> range:
-        """The first columns that nobody has, so many."""
+        """The first `count` free columns for the slot."""
         with self._lock:
             places = (range(first, first + count) for first in range(0, self._columns, count))
             found = next(
@@ -182,8 +184,8 @@ class AdapterSlots:
         self._free.append(slot)
 
     def unload(self, name: str) -> None:
-        """No more requests may name it. Those that do go on, and its slot is free when they have
-        ended. Raises UnknownAdapter."""
+        """Stops new requests from naming it. Running ones continue, and its slot becomes free when
+        they have ended. Raises UnknownAdapter."""
         with self._lock:
             slot = self._find(name).slot
             del self._ready[name]
@@ -193,14 +195,14 @@ class AdapterSlots:
                 self._leave(slot)
 
     def acquire(self, name: str) -> Adapter:
-        """One more request uses it, until `release`. Raises UnknownAdapter."""
+        """Counts a request that uses it until `release`. Raises UnknownAdapter."""
         with self._lock:
             found = self._find(name)
             self._used[found.slot] += 1
             return found
 
     def release(self, adapter: Adapter) -> None:
-        """One of those requests has ended."""
+        """A request that used it has ended."""
         slot = adapter.slot
         with self._lock:
             self._used[slot] -= 1

@@ -1,9 +1,9 @@
-"""Keys of full blocks of tokens, by which requests find what others have computed.
+"""Keys of full blocks of tokens, by which requests find cached prefixes of other requests.
 
 A key is a hash of the block's tokens and of the key before it, so it stands for all tokens so far.
-The first one hangs on the tenant and the request's salt: nobody finds, or can time, what others
-have. The hash is keyed with bytes that are drawn at the start, so that no client can look for
-tokens that collide.
+The first key depends on the tenant and the request's salt, so that nobody finds, or can time, what
+others have cached. The hash is keyed with random bytes drawn at the start, so that no client can
+search for tokens that collide.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 SECRET_BYTES = 32
-BYTES = 16  # of a key: two of 2^40 blocks are the same with a probability of 2^-49
+BYTES = 16  # per key: two of 2^40 blocks collide with a probability of 2^-49
 
 
 class KeyChain:
     """The keys of one continuation's blocks.
 
     Args:
-        secret: The hash's key.
-        root: What the first block's key hangs on.
+        secret: Key of the hash.
+        root: What the first block's key depends on.
         block_size: Tokens of a block.
-        tokens: Of the prompt.
-        known: The keys of its first blocks, which are not made again.
+        tokens: Tokens of the prompt.
+        known: Keys of its first blocks, which are not computed again.
 
     Attributes:
-        keys: Of the full blocks so far.
+        keys: Keys of the full blocks so far.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class KeyChain:
         self._add(array.array("i", tokens[len(known) * block_size :]))
 
     def copy(self) -> KeyChain:
-        """One that goes on by itself."""
+        """An independent copy."""
         made = KeyChain(self._secret, self._last, self._block_size, (), self.keys)
         made._rest = self._rest[:]
         return made
 
     def append(self, token: int) -> bytes | None:
-        """Another token. Returns the key of the block that it fills, if it fills one."""
+        """Appends a token. Returns the key of the block that it completes, if it completes one."""
         self._rest.append(token)
         if len(self._rest) < self._block_size:
             return None
@@ -77,9 +77,9 @@ class BlockKeys:
 
     Args:
         block_size: Tokens of a block.
-        shared: Whether tenants find what others have.
-        secret: The hash's key, 16 to 64 bytes, where several have to make the same keys; None draws
-            one.
+        shared: Whether tenants share cached prefixes.
+        secret: Key of the hash, 16 to 64 bytes, if several engines must make the same keys; None
+        draws a random one.
     """
 
     def __init__(
@@ -100,25 +100,26 @@ class BlockKeys:
         """The keys of a prompt's blocks. Any thread may ask.
 
         Args:
-            tokens: The prompt's.
-            tenant: Whose requests find it.
-            salt: Of those, that they have.
-            known: The keys of its first blocks.
+            tokens: Tokens of the prompt.
+            tenant: Only its requests find the prefix.
+            salt: Only requests with this salt find it.
+            known: Keys of its first blocks.
             adapter: Digest of the adapter that computes it; empty for the base model.
-            apart: How it is computed, where not as usual; only those find it that are, too.
+            apart: How it is computed, if not as usual; only requests computed in the same way find
+            it.
         """
         parts = ("adapter", adapter.hex()) if adapter else ()
         root = self._root(tenant, salt, *parts, *((apart, "") if apart else ()))
         size = self._block_size
         if (adapter or apart) and known and len(tokens) >= size:
-            # They may be of others; or the adapter was loaded anew, from other files, since then.
+            # They may belong to others, or the adapter may have been reloaded from other files.
             first = KeyChain(self._secret, root, size, tokens[:size]).keys
             known = known if first == list(known[:1]) else ()
         return KeyChain(self._secret, root, size, tokens, known)
 
     def hint(self, text: str, tenant: str = "", salt: str = "") -> bytes:
-        """The same for a text by which a tenant says that requests begin alike, and nobody else's;
-        empty for an empty one. No block has such a key."""
+        """A key like these for a tenant's hint that requests begin alike; other tenants get other
+        keys. Empty for an empty text. No block has such a key."""
         return self._root(tenant, salt, text) if text else b""
 
     def _root(self, tenant: str, *parts: str) -> bytes:

@@ -1,9 +1,9 @@
-"""How one step's numbers travel to the device: a single int32 buffer, one transfer a step.
+"""How a step's inputs travel to the device: in a single int32 buffer, one transfer per step.
 
-If block tables are large, the device keeps one for each of its slots (`empty_tables`), and a step
-sends only the ids that are new, in a compact buffer, which `expand` turns into the whole one on the
-device. So what is sent does not grow with the contexts. Steps with more new ids than a compact
-buffer holds send the whole one, out of which `keep` takes the tables.
+If block tables are large, the device keeps one for each of its slots (`empty_tables`). A step then
+sends only new ids, in a compact buffer, which `expand` turns into the whole buffer on the device.
+So transfers do not grow with the contexts. Steps with more new ids than fit send the whole buffer,
+from which `keep` takes the tables.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import numpy as np
 from jaxserve.pallas_kernels import KV, AttentionBatch
 
 PLACEHOLDER = -1
-"""A token that is still on the device: the one its row's slot sampled last."""
+"""A token that is still on the device: the last one sampled in its row's slot."""
 NO_TARGET = -1
-"""Nobody asks what the model thinks of the token that follows."""
+"""No request asks for the log-probability of the following token."""
 
 _SMALL_TABLES = 1 << 14
-"""Tables of no more ids are sent whole: their bytes cost less than a program that expands them."""
+"""Tables with at most this many ids are always sent whole: cheaper than expanding them."""
 _COMPACT_PART = 16
-"""A large compact buffer holds this part of the ids; a small one what a step's own tokens need."""
+"""Share of the ids that a large compact buffer holds; a small one holds those of new tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class Rows:
     """n rows of a batch, in any order.
 
     Attributes:
-        counts: tokens that each computes.
-        contexts: its tokens in the cache before.
+        counts: tokens that each row computes.
+        contexts: tokens of each row that are cached before.
         tables: block ids, [m, 2, width].
-        table_rows: which of the tables is each row's, [n]; None: they are in the rows' order.
-        direction, kind: of the cache, [n] or one number; LEFT and KV where not given.
-        tokens: each row's, as far as the host knows them; the rest, the newest, is what its slot
-            sampled last.
-        slots, emits: where it samples, and whether, [n].
-        drafts: how many of a row's last tokens are drafts, [n]; None for none. All of these rows'
-            tokens are known to the host.
+        table_rows: the table of each row, [n]; None: they are in the rows' order.
+        direction, kind: of the cache, [n] or one number; LEFT and KV by default.
+        tokens: each row's tokens, as far as the host knows them; the newest may be missing: the
+        last token sampled in its slot.
+        slots, emits: slot in which each row samples, and whether it does, [n].
+        drafts: number of each row's last tokens that are drafts, [n]; None for none. The host knows
+        all tokens of these rows.
         adapters: number of each row's adapter, [n], or 0; see `jaxserve.models.lora`.
-        mirrored: how many blocks per plane of each row's table its slot has on the device already,
-            [n]; None where the tables are to be sent whole.
+        mirrored: blocks per plane of each row's table that are on the device already, in its slot,
+        [n]; None if tables are to be sent whole.
     """
 
     counts: np.ndarray
@@ -73,9 +73,9 @@ class PackedBatch:
 
     Attributes:
         buffer: int32, of one of the layout's `sizes`.
-        order: int64 [n]; row i of the batch was number order[i] of those that were packed.
-        begins: int64 [n], where among the tokens whose logits are wanted those of row i begin: the
-            last one that is no draft, and the drafts.
+        order: int64 [n]; row i of the batch was number order[i] of the packed rows.
+        begins: int64 [n], where row i's tokens begin among the tokens whose logits are wanted: its
+        last token that is not a draft, then its drafts.
     """
 
     buffer: np.ndarray
@@ -86,18 +86,18 @@ class PackedBatch:
 @dataclass(frozen=True)
 class Layout:
     """A static bucket: T tokens in R rows, block tables W wide, S device slots. Hashable, so that
-    it is a static jit argument.
+    it can be a static jit argument.
 
     Attributes:
         tokens, rows, width, slots: T, R, W and S.
         decode_only: T == R, and token i is row i.
-        hidden: 0 where no row has a hidden cache; else those decodes that have one are among the
-            first so many rows.
-        kv: some row may have a KV cache.
-        block_size: tokens of a block; 0: not known, so that tables are always sent whole.
-        drafts: whether rows may have drafts, so that logits are wanted of several tokens of a row.
-        lora: how many of the room's first columns have all adapters of its rows, see
-            `jaxserve.models.lora`; 0: no row has an adapter.
+        hidden: 0 if no row has a hidden cache; otherwise, all decodes with hidden caches are among
+        this many first rows.
+        kv: whether any row may have a KV cache.
+        block_size: tokens of a block; 0: unknown, so that tables are always sent whole.
+        drafts: whether rows may have drafts, so that logits of several tokens of a row are wanted.
+        lora: number of leading columns of adapters that contain all adapters of its rows, see
+        `jaxserve.models.lora`; 0: no row has an adapter.
         deterministic: a row's bits depend on nothing else in the batch, see `Buckets`.
     """
 
@@ -122,7 +122,7 @@ class Layout:
             "query_start": r,
             "query_lens": r,
             "direction": r,
-            "kind": r,  # what the row has cached: KV or HIDDEN
+            "kind": r,  # kind of the row's cache: KV or HIDDEN
             "last": r,  # flat index of each token whose logits are wanted: a row's last, and drafts
             "slots": r,
             "emit": r,  # whether such a token is followed by a sampled one
@@ -140,13 +140,13 @@ class Layout:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of the buffers that can be sent, ascending: the compact ones, if there are any,
-        and the whole one."""
+        """Elements of the buffers that can be sent, ascending: compact ones, if any, and the whole
+        one."""
         return _places(self).sizes
 
     @property
     def mirrors(self) -> bool:
-        """Whether the device keeps the tables of its slots, so that only news are sent."""
+        """Whether the device keeps the tables of its slots, so that only new ids are sent."""
         return len(self.sizes) > 1
 
     def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
@@ -154,7 +154,7 @@ class Layout:
         return self._fields(buffer)
 
     def unpack(self, packed: jax.Array) -> dict[str, jax.Array]:
-        """As `views`, inside a jitted function."""
+        """`views` inside a jitted function."""
         return self._fields(packed)
 
     def _fields(self, buffer: Any) -> dict[str, Any]:
@@ -165,8 +165,8 @@ class Layout:
         }
 
     def pack(self, rows: Rows) -> PackedBatch:
-        """Packs rows into a buffer. Rows of one token come first, as the kernels want them, and
-        among these the ones with hidden caches."""
+        """Packs rows into a buffer. Rows of one token come first, as the kernels require, and of
+        these the ones with hidden caches."""
         single = rows.counts == 1
         order = np.argsort(np.where(single, np.equal(rows.kind, KV), 2), kind="stable")
         counts, contexts = rows.counts[order], rows.contexts[order]
@@ -223,7 +223,7 @@ class Layout:
         return self.padding(self.size)
 
     def _blocks(self, contexts: np.ndarray) -> np.ndarray:
-        """Blocks in use of each plane for rows of so many tokens."""
+        """Blocks in use per plane for rows with these context lengths."""
         if not self.block_size:
             return np.full(len(contexts), self.width)
         return -(-contexts // self.block_size)
@@ -243,7 +243,8 @@ class Layout:
         return buffer
 
     def as_expanded(self) -> Layout:
-        """What `expand` and `keep` depend on: the same for all layouts with such buffers."""
+        """The part that `expand` and `keep` depend on: the same for all layouts with such
+        buffers."""
         usual = dataclasses.replace(self, decode_only=False, hidden=0, kv=True, drafts=False)
         return dataclasses.replace(usual, deterministic=False)
 
@@ -253,7 +254,7 @@ class Layout:
 
 
 class _Places(NamedTuple):
-    """Where the fields are in a buffer.
+    """Positions of the fields in a buffer.
 
     Attributes:
         fields: (name, begin, end, shape) of each.
@@ -275,8 +276,8 @@ def _places(layout: Layout) -> _Places:
     ids = end - begin
     if not layout.block_size or ids <= _SMALL_TABLES:
         return _Places(fields, begin, (end,))
-    begun = -(-layout.tokens // layout.block_size) + layout.rows  # blocks per plane, at most
-    # Twice that: rows may change over to blocks of others with the same tokens.
+    begun = -(-layout.tokens // layout.block_size) + layout.rows  # most blocks per plane
+    # Twice that: rows may switch to other rows' blocks with the same tokens.
     compact = {begin + layout.rows + room for room in (4 * begun, ids // _COMPACT_PART)}
     return _Places(fields, begin, (*sorted(size for size in compact if size < end), end))
 
@@ -293,14 +294,14 @@ def _new_ids(
 
 
 def empty_tables(layout: Layout) -> np.ndarray:
-    """What the device keeps of block tables before any step: int32 [slots + 1, 2 * width], the last
-    row for rows without a slot. Zeros, since kernels may read the ids past a row's own."""
+    """The device's block tables before any step: int32 [slots + 1, 2 * width], the last row for
+    rows without a slot. Zeros, since kernels may read ids past a row's own."""
     return np.zeros((layout.slots + 1, 2 * layout.width), np.int32)
 
 
 def keep(whole: jax.Array, tables: jax.Array, *, layout: Layout) -> jax.Array:
     """The tables of all slots after a whole buffer was sent, inside a jitted function. tables:
-    donated, those before."""
+    those before; donated."""
     fields, width = layout.unpack(whole), 2 * layout.width
     new = fields["tables"].reshape(layout.rows, width)
 
@@ -315,23 +316,23 @@ def keep(whole: jax.Array, tables: jax.Array, *, layout: Layout) -> jax.Array:
 
 
 def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """The whole buffer of a compact one, inside a jitted function.
+    """Turns a compact buffer into the whole one, inside a jitted function.
 
     Args:
-        packed: int32, of one of the layout's sizes but the last.
+        packed: int32, of any of the layout's sizes but the last.
         tables: int32 [slots + 1, 2 * width], of all slots before; donated.
-        layout: `Layout.as_expanded` of the step's.
+        layout: `Layout.as_expanded` of the step's layout.
 
     Returns:
-        The buffer [layout.size], whose tables hold other ids, of any blocks, past a row's own
-        blocks; and the tables of all slots.
+        The buffer [layout.size], whose tables contain arbitrary ids past a row's own blocks; and
+        the tables of all slots.
     """
     fields, begin, width = layout.unpack(packed), _places(layout).tables, layout.width
     rows, slots = layout.rows, fields["slots"]
     there, ids = packed[begin : begin + rows], packed[begin + rows :]
     counts = jnp.repeat(-(-fields["context_lens"] // layout.block_size) - there, 2)
     ends = jnp.cumsum(counts)
-    # Where the first id of each row and plane goes, less its place among all that came.
+    # Target of the first id of each row and plane, less its index among all new ids.
     firsts = jnp.stack([slots * 2 * width + there, (slots * 2 + 1) * width + there], axis=1)
     moved = firsts.reshape(-1) - (ends - counts)
     at = jnp.arange(len(ids), dtype=jnp.int32)
@@ -350,14 +351,14 @@ def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax
 
         return jax.lax.fori_loop(0, rows, one, whole)
 
-    # A gather copies number by number on CPUs; a loop starts a kernel each round on GPUs.
+    # A gather copies single numbers on CPUs; a loop launches a kernel per round on GPUs.
     whole = jnp.zeros(layout.size, jnp.int32)
     whole = jax.lax.platform_dependent(whole, cpu=copied, default=gathered)
     return jax.lax.dynamic_update_slice(whole, packed[:begin], (0,)), tables
 
 
 def attention_batch(fields: dict[str, jax.Array], *, drafts: bool = False) -> AttentionBatch:
-    """The kernels' view of a batch that `Layout.unpack` returned. drafts: as the layout's."""
+    """The kernels' view of a batch from `Layout.unpack`. drafts: see `Layout`."""
     names = AttentionBatch.__dataclass_fields__.keys() - {"drafts"}
     return AttentionBatch(**{name: fields[name] for name in names}, drafts=drafts)
 

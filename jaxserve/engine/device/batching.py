@@ -28,21 +28,21 @@ def build_batch(
     mixed: bool = False,
     deterministic: bool = False,
 ) -> tuple[Layout, PackedBatch]:
-    """Packs a step into the smallest layout that holds it. Who calls it launches the step, since
-    the pool's `mirrored` counts as sent what is in the batch.
+    """Packs a step into the smallest layout that holds it. The caller must launch the step, since
+    the pool's `mirrored` then counts the batch's tables as sent.
 
     Args:
-        buckets: the layouts there are.
+        buckets: the available layouts.
         step: the booked step.
-        pool: where the rows' caches are.
+        pool: the pool with the rows' caches.
         slots: int32 [n], device slots.
-        tokens_of: (row, first, end) -> a request's known tokens. It is not asked for the newest
-            generated one, which comes from the row's slot, unless drafts follow it.
-        drafts_of: row -> its drafted tokens, of which the step has as many as are planned.
-        adapters: [n], number of each row's adapter; None where no row has one.
-        columns: how many of the room's first ones have all of those.
+        tokens_of: (row, first, end) -> a request's known tokens. Not called for the newest
+        generated token, which comes from the row's slot, unless drafts follow it.
+        drafts_of: row -> its drafted tokens, at least as many as the step plans.
+        adapters: [n], number of each row's adapter; None if no row has one.
+        columns: number of leading columns that contain all of those adapters.
         mixed: whether to avoid decode layouts, even if every row has one token.
-        deterministic: whether a row asks for the deterministic one.
+        deterministic: whether a row asks for the deterministic layout.
 
     Returns:
         The layout, and the packed rows.
@@ -83,9 +83,9 @@ def build_batch(
 
 
 def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
-    """(where the first token that it samples is in the step's result, row of the step) for each row
-    that samples: those with one token first, each group in the plan's order. Simulations use the
-    same order, whatever the layout does with hidden caches."""
+    """(index of its first sampled token in the step's result, row of the step) for each row that
+    samples: rows with one token first, each group in the plan's order. Simulations use the same
+    order, however the layout orders hidden caches."""
     sampling = np.flatnonzero(step.emits)
     sampling = sampling[np.argsort(step.plan.num_tokens[sampling] != 1, kind="stable")]
     place = np.empty(len(batch.order), np.int64)
@@ -94,7 +94,7 @@ def sampling_rows(step: Step, batch: PackedBatch) -> list[tuple[int, int]]:
 
 
 def carry_out(executor: Executor, move: Move) -> None:
-    """Executes one of the step's cache moves, which all precede it."""
+    """Executes a cache move of the step; all moves precede the step."""
     match move:
         case ProjectSlots():
             for layout, packed in projection_batches(executor.buckets, move):

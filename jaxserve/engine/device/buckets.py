@@ -2,15 +2,16 @@
 all others.
 
 A decode step has as many tokens as rows. Any other step has a token bucket and as many rows as
-could be in it. So the number of compiled steps is the sum of the two lists, not their product.
+could be in it. So the number of compiled steps is the sum of both lists, not their product.
 
 Hidden caches need more steps, so that steps without them cost nothing extra and steps with few of
-them little. Each decode step is then also compiled for few hidden rows, for many, and for hidden
-rows only. Every other token bucket is also compiled for few and for many. If not `fitted`, both are
-compiled once more only, for any number of hidden rows.
+them cost little. Each decode step is then also compiled for few hidden rows, for many, and for
+hidden rows only. Every second token bucket is also compiled for few and for many. If not `fitted`,
+each of these is compiled only once more, for any number of hidden rows.
 
-Where XLA adds up by shape, a row's bits depend on the bucket. The deterministic step is a single
-one, the largest: whoever is computed by it is computed by the same instructions in any company.
+Where XLA's order of additions depends on shapes, a row's bits depend on the bucket. There is only
+one deterministic step, the largest: its rows are always computed by the same instructions, whatever
+else is in the batch.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.speculation.choice import MOST
 
 _LINEAR_FROM = 256
-"""Above this many tokens buckets grow by steps of this size, so that padding stays small."""
+"""Above this many tokens, buckets grow in steps of this size, so that padding stays small."""
 
 FEW_HIDDEN = 8
-"""Steps with hidden rows are there for as much as this part of their rows, and for all."""
+"""Steps for few hidden rows have room for one row in this many."""
 
 NEVER, ASKED, ALWAYS = range(3)
-"""Whether there is a deterministic step: no, beside the others, or alone."""
+"""Deterministic step: none, one beside the others, or the only one."""
 
 PROJECTED_TOKENS = 128
-"""Hidden vectors that become K and V at once; those of all layers are on the device twice then."""
+"""Hidden vectors projected to K and V at once; then those of all layers are held twice."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,16 @@ class Buckets:
         width: blocks per row of a block table.
         slots: device slots.
         hidden: whether there are steps for rows with hidden caches.
-        fitted: whether some of those are for few hidden rows, or for nothing else.
-        decode_group: as in `Padding`.
-        decode_chunk: as in `Padding`.
-        block_size: as in `Layout`.
+        fitted: whether there are steps for few hidden rows and for hidden rows only.
+        decode_group: see `Padding`.
+        decode_chunk: see `Padding`.
+        block_size: see `Layout`.
         drafts: whether rows of the other steps may have drafts.
-        lora: how many columns of adapters each step is compiled for once more, ascending, see
-            `Layout`; empty: no row has one. Rows without run as they would without such steps.
-        deterministic: NEVER; ASKED: there is one more step, for batches in which somebody asks for
-            it; ALWAYS: there is no other. It has the largest bucket, room for all adapters, and the
-            kernels of `pallas_kernels.deterministic_backend`. Without hidden caches only.
+        lora: numbers of columns of adapters for which each step is also compiled, ascending, see
+        `Layout`; empty: no row has an adapter. Rows without an adapter are not affected.
+        deterministic: NEVER; ASKED: one more step, for batches in which a request asks for it;
+        ALWAYS: it is the only one. It has the largest bucket, room for all adapters, and the
+        kernels of `pallas_kernels.deterministic_backend`. Only without hidden caches.
     """
 
     rows: tuple[int, ...]
@@ -77,11 +78,11 @@ class Buckets:
 
     @property
     def padding(self) -> Padding:
-        """How batches are rounded up, for the cost models."""
+        """The rounding of batches, for the cost models."""
         return Padding(self.rows, self.tokens, self.decode_group, self.decode_chunk)
 
     def decode(self, rows: int, *, hidden: int = 0) -> Layout:
-        """The smallest decode step for so many rows, `hidden` of them with hidden caches. Raises
+        """The smallest decode step for this many rows, `hidden` of them with hidden caches. Raises
         IndexError beyond the last bucket."""
         size = self.rows[bisect.bisect_left(self.rows, rows)]
         if hidden == rows and self.fitted:
@@ -92,7 +93,7 @@ class Buckets:
         return self._layout(rows, rows, True, hidden, kv)
 
     def mixed(self, tokens: int, *, hidden: int = 0) -> Layout:
-        """The smallest step for so many tokens in any number of rows. hidden: decodes with hidden
+        """The smallest step for this many tokens in any number of rows. hidden: decodes with hidden
         caches, at least 1 if any row has one. Raises IndexError beyond the last bucket."""
         sizes = self.padding.hidden_tokens if hidden else self.tokens
         size = sizes[bisect.bisect_left(sizes, tokens)]
@@ -117,7 +118,7 @@ class Buckets:
         )
 
     def deterministic_step(self) -> Layout:
-        """The one for rows whose bits are to depend on nothing else."""
+        """The step for rows whose bits must not depend on anything else."""
         widest = max(self.lora, default=0)
         return dataclasses.replace(self._mixed(self.tokens[-1], 0), lora=widest, deterministic=True)
 
@@ -130,14 +131,14 @@ class Buckets:
         columns: int = 0,
         deterministic: bool = False,
     ) -> Layout:
-        """The smallest step for some rows.
+        """The smallest step for these rows.
 
         Args:
             counts: their tokens, [n].
-            kinds: of their caches, [n].
+            kinds: kinds of their caches, [n].
             mixed: whether to avoid decode steps, even if every row has one token.
-            columns: that have all of their adapters, from the first on; 0: none has one.
-            deterministic: whether a row asks for it.
+            columns: number of leading columns that contain all their adapters; 0: none has one.
+            deterministic: whether a row asks for the deterministic step.
         """
         if self.deterministic == ALWAYS or (deterministic and self.deterministic):
             return self.deterministic_step()
@@ -162,7 +163,7 @@ class Buckets:
         return found + more + alone
 
     def sampled(self) -> list[Layout]:
-        """One for each number of rows that there is."""
+        """One layout for each number of rows."""
         if self.deterministic == ALWAYS:
             return self.all()
         return [self.decode(rows) for rows in self.rows]
@@ -173,7 +174,7 @@ class Buckets:
         if not self.hidden:
             return decodes + mixed
         for rows in self.rows:
-            # A single row has either kind, so that its step is fitted to it.
+            # A single row has one of the kinds, so its step is fitted to that.
             single = self.fitted and rows == 1
             decodes += [self._decodes(rows, room) for room in self._rooms(rows) if not single]
             if self.fitted:
@@ -183,7 +184,7 @@ class Buckets:
         return decodes + mixed
 
     def _rooms(self, rows: int) -> tuple[int, ...]:
-        """Numbers of hidden decodes that steps of so many rows are compiled for, ascending."""
+        """Numbers of hidden decodes for which steps of this many rows are compiled, ascending."""
         few = rows // FEW_HIDDEN if self.fitted else 0
         return (few, rows) if few > 1 else (rows,)
 
@@ -211,8 +212,8 @@ def make_buckets(
     deterministic: int = NEVER,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
-    of 256 above, and the maximum itself; steps that do more than decode have 16 tokens at least, or
-    with drafts 2.
+    of 256 above, and the maximum itself; steps that are not decode steps have at least 16 tokens,
+    or 2 with drafts.
 
     Args:
         max_rows: rows of the largest decode step, and device slots.
@@ -220,14 +221,14 @@ def make_buckets(
         width: blocks per row of a block table.
         rows: sizes of decode steps; empty for the default.
         tokens: sizes of the other steps; empty for the default.
-        hidden: as in `Buckets`.
-        fitted: as in `Buckets`.
-        decode_group: as in `Padding`.
-        decode_chunk: as in `Padding`.
-        block_size: as in `Layout`.
-        drafts: as in `Buckets`.
-        lora: as in `Buckets`.
-        deterministic: as in `Buckets`.
+        hidden: see `Buckets`.
+        fitted: see `Buckets`.
+        decode_group: see `Padding`.
+        decode_chunk: see `Padding`.
+        block_size: see `Layout`.
+        drafts: see `Buckets`.
+        lora: see `Buckets`.
+        deterministic: see `Buckets`.
 
     Raises:
         ConfigError: given sizes are not ascending, or do not reach their maximum.
@@ -242,7 +243,7 @@ def make_buckets(
         if sizes[-1] < maximum:
             raise ConfigError(f"{name} must reach {maximum}, got {sizes}")
     row_sizes, token_sizes = (_up_to(sizes, maximum) for sizes, maximum in given.values())
-    if drafts and row_sizes[-1] <= MOST:  # one request alone may have as many as ever
+    if drafts and row_sizes[-1] <= MOST:  # a single request may have the usual number
         row_sizes = (*row_sizes, MOST + 1)
     if deterministic == ALWAYS:
         row_sizes, token_sizes = row_sizes[-1:], token_sizes[-1:]

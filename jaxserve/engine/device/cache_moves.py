@@ -26,31 +26,30 @@ from jaxserve.pallas_kernels import Pool, move_slots, stage_in, stage_out, stagi
 from jaxserve.pallas_kernels.move import STAGING
 
 SIZES = (32, 256)
-"""Slots that go at once: the compiled sizes, ascending."""
+"""Slots copied at once: the compiled sizes, ascending."""
 
 ROOM = 1024
-"""Slots whose contents are on the device beside the pool, each way, at most."""
+"""Most slots whose contents are on the device beside the pool, in each direction."""
 
 STAGED_SLOTS = 2 * ROOM
-"""Slots for whose contents there has to be room beside the pool."""
+"""Slots for whose contents the device needs room beside the pool."""
 
 PINNED = "pinned_host"
 
 
 class Mover:
-    """Copies slots of the pool. Keeps what is saved in host memory.
+    """Copies slots of the pool. Keeps saved slots in host memory.
 
     A save is staged on the device and copied to the host from there, see `HostCopies`. A load
-    starts on its way to the device at once and enters the pool in the order of the steps. Calls
-    only wait where more than ROOM slots would be staged, and a load also for the save of what it
-    loads.
+    starts on its way to the device at once and enters the pool in the order of the steps. A call
+    waits only if more than ROOM slots would be staged, and a load also waits for the save of its
+    slots.
 
     Args:
         model: gives the kernels and the mesh.
-        pool_format: the pool's own, see `pallas_kernels.pool_format`.
+        pool_format: format of the pool, see `pallas_kernels.pool_format`.
         place: device or sharding of the kernels' arguments.
-        pinned: whether saves go through pinned host memory; None for what `has_pinned` says of the
-            device.
+        pinned: whether saves go through pinned host memory; None decides by `has_pinned`.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class Mover:
         self._pinned = self._staging.with_memory_kind(PINNED) if pinned else None
         self._move, self._out, self._in = _functions(model.backend, mesh, pool_format)
         self._host = HostCopies(ROOM)
-        self._arriving: deque[tuple[Any, int]] = deque()  # is ready when in the pool; slots
+        self._arriving: deque[tuple[Any, int]] = deque()  # ready once in the pool; slots
 
     @property
     def pinned(self) -> bool:
@@ -87,7 +86,7 @@ class Mover:
 
         Args:
             pool: the pool.
-            keys: what to find them by.
+            keys: keys to find them by.
             counts: tokens of each key.
             slots: int32 [sum(counts), 2], (block, slot): those of keys[0] first.
         """
@@ -108,13 +107,13 @@ class Mover:
     def load(
         self, pool: Pool, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray
     ) -> Pool:
-        """Copies what was saved under the keys to slots of the pool.
+        """Copies saved tokens to slots of the pool.
 
         Args:
             pool: the pool, which is donated.
-            keys: what was saved.
+            keys: keys of the saved tokens.
             counts: tokens of each key.
-            slots: as in `save`.
+            slots: see `save`.
 
         Returns:
             The pool with them.
@@ -132,7 +131,7 @@ class Mover:
         return pool
 
     def discard(self, keys: Sequence[int]) -> None:
-        """Frees what was saved under the keys."""
+        """Frees the tokens saved under these keys."""
         self._host.discard(keys)
 
     def check(self) -> None:
@@ -157,7 +156,7 @@ class Mover:
         return pool
 
     def _make_room(self, slots: int) -> None:
-        """Waits until so many more slots may be on their way to the pool."""
+        """Waits until this many more slots may be on their way to the pool."""
         arriving = self._arriving
         while arriving and (
             arriving[0][0].is_ready() or sum(count for _, count in arriving) + slots > ROOM
@@ -177,8 +176,8 @@ def has_pinned(device: jax.Device) -> bool:
 
 @lru_cache(maxsize=8)
 def _functions(backend: str, mesh: Mesh | None, pool_format: Any) -> tuple[Any, Any, Any]:
-    """move_slots, stage_out and stage_in, jitted. They donate the pool where they change it, and
-    keep its layout. stage_in also returns a number that is ready when the pool is."""
+    """move_slots, stage_out and stage_in, jitted. They donate the pool if they change it, and keep
+    its layout. stage_in also returns a number that is ready when the pool is."""
     options: dict[str, Any] = {"backend": backend, "mesh": mesh}
 
     def come_in(pool: Pool, staging: Any, slots: Any, count: Any) -> tuple[Pool, Any]:
@@ -206,8 +205,8 @@ def _pieces(places: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
 def _parts(
     keys: Sequence[int], ends: Sequence[int], first: int, end: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Which keys the entries [first, end) belong to, where those of keys[i] end at ends[i]: (key,
-    first, end) within the key's own."""
+    """Which keys the entries [first, end) belong to, if those of keys[i] end at ends[i]: (key,
+    first, end) within the key's own entries."""
     at = bisect.bisect_right(ends, first)
     while first < end:
         begin = ends[at - 1] if at else 0
@@ -218,7 +217,7 @@ def _parts(
 
 
 def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:
-    """The parts concatenated, [size, ...]. What is left may hold anything."""
+    """The parts concatenated, [size, ...]. The rest is arbitrary."""
     if len(parts) == 1 and len(parts[0]) == size:
         return parts[0]
     whole = np.empty((size, *parts[0].shape[1:]), parts[0].dtype)

@@ -1,4 +1,4 @@
-"""Counts compilations, so that none goes unnoticed once the server is ready."""
+"""Counts compilations, so that none after the warm-up goes unnoticed."""
 
 from __future__ import annotations
 

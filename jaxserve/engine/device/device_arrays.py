@@ -17,7 +17,7 @@ def put_replicated(values: Any, place: Sharding | jax.Device) -> Any:
     """A tree of NumPy arrays, the same in every process, replicated on each device of `place`."""
     if isinstance(place, jax.Device) or place.is_fully_addressable:
         return jax.device_put(values, place)
-    # Not `device_put` onto all: that asks the other hosts each time whether theirs are the same.
+    # Not `device_put` onto all devices: it asks the other hosts each time whether values agree.
     leaves, tree = jax.tree.flatten(values)
     devices = list(place.addressable_devices)
     copies = jax.device_put([[leaf] * len(devices) for leaf in leaves], [devices] * len(leaves))

@@ -1,7 +1,7 @@
 """Runs batches on the device: owns the parameters, the donated pool and the sampling state.
 
 `submit` returns at once; `StepHandle.result` waits. Only one thread uses an executor. Its arguments
-are plain data, NumPy arrays and numbers, so that they can be sent to the executors of other hosts.
+are plain data, NumPy arrays and numbers, so that they can be sent to executors on other hosts.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from jaxserve.pallas_kernels.low_rank import RANKS
 
 _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
-MOST_PADDING = 64  # tokens of a step that a CPU runs on padding
-COMPILING = 8  # steps at once, at most: each takes gigabytes of host memory for large models
+MOST_PADDING = 64  # tokens of padding for which a CPU runs a step
+COMPILING = 8  # most steps compiled at once: each takes gigabytes for large models
 
 
 class Handle(Protocol):
@@ -55,24 +55,24 @@ class Handle(Protocol):
         ...
 
     def pooled(self) -> Pooled:
-        """Vectors and logits of what the step was wanted for, as NumPy arrays. Only for a step with
-        `wanted`."""
+        """Vectors and logits that the step's `wanted` asks for, as NumPy arrays. Only for a step
+        with `wanted`."""
         ...
 
 
 @dataclass(frozen=True)
 class PendingSample:
-    """A step whose logits are being computed and whose tokens are not sampled yet. The arrays are
-    in whatever form the executor has them.
+    """A step whose logits are being computed and whose tokens are not sampled yet. The form of the
+    arrays is up to the executor.
 
     Attributes:
         rows: R, of the step's layout.
         logits: [R, V].
         slots: [R], the device slot of each row.
         emit: [R], whether a row samples a token.
-        checked: which of them are drafts; None where none may be.
-        prompt: [T], what the model thought of the step's targets; None without targets.
-        pooled: what the step was wanted for; None for nothing.
+        checked: which rows are drafts; None if none may be.
+        prompt: [T], log-probabilities of the step's targets; None without targets.
+        pooled: results for the step's `wanted`; None without it.
     """
 
     rows: int
@@ -88,15 +88,14 @@ class Executor(Protocol):
     """Runs the engine's steps on a device, or on several.
 
     Calls take effect in the order in which they are made. They return before the device has done
-    the work, with two exceptions: a large `save` or `load` may wait for memory on the device, and a
-    `load` for the copy that it needs. An error of the device is raised by the next call.
+        the work, with two exceptions: a large `save` or `load` may wait for memory on the device,
+        and a `load` for the copy that it needs. A device error is raised by the next call.
 
     Attributes:
-        buckets: the layouts that it has compiled steps for.
-        intact: whether it can be used after a call has raised: the device still has everything but
-            what that call was about.
-        copies_beside: whether copies to and from the host run beside the steps, on a link of their
-            own.
+        buckets: the layouts of its compiled steps.
+        intact: whether it can be used after a call has raised: the device has lost nothing but what
+        that call was about.
+        copies_beside: whether copies to and from the host run beside the steps, on their own link.
     """
 
     @property
@@ -115,15 +114,15 @@ class Executor(Protocol):
         ...
 
     def admit(self, slot: int, params: SlotParams) -> None:
-        """Gives a device slot its request's sampling parameters, before the first step in it."""
+        """Sets the sampling parameters of a device slot's request, before the first step in it."""
         ...
 
     def project_to_kv(self, layout: Layout, packed: np.ndarray) -> None:
-        """Projects cached hidden vectors to K and V. K goes where the vectors were.
+        """Projects cached hidden vectors to K and V. K overwrites the vectors.
 
         Args:
             layout: `Buckets.projection_layout`.
-            packed: as for `submit`; see `batching.projection_batches`.
+            packed: see `submit` and `batching.projection_batches`.
         """
         ...
 
@@ -139,28 +138,27 @@ class Executor(Protocol):
         """Copies cached tokens to host memory.
 
         Args:
-            keys: what to find them by.
+            keys: keys to find them by.
             counts: tokens of each key.
             slots: int32 [sum(counts), 2], (block, slot): those of keys[0] first.
         """
         ...
 
     def load(self, keys: Sequence[int], counts: Sequence[int], slots: np.ndarray) -> None:
-        """Copies what was saved under the keys to as many slots of the pool; arguments as in
-        `save`."""
+        """Copies saved tokens to the same number of slots of the pool; arguments as in `save`."""
         ...
 
     def discard(self, keys: Sequence[int]) -> None:
-        """Frees what was saved under these keys. Unknown keys are ignored."""
+        """Frees the tokens saved under these keys. Unknown keys are ignored."""
         ...
 
     def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
-        """Puts an adapter onto the device, which rows of later steps may have.
+        """Copies an adapter to the device; rows of later steps may use it.
 
         Args:
-            slot: below `LoraSlots.count`. No row of a later step has what was there.
-            first: the first of its columns, of which no row of a later step has what was there.
-            adapter: NumPy arrays, as `jaxserve.models.lora.make_put` has it.
+            slot: below `LoraSlots.count`. No row of a later step uses its old content.
+            first: the first of its columns, whose old content no row of a later step uses.
+            adapter: NumPy arrays, see `jaxserve.models.lora.make_put`.
         """
         ...
 
@@ -177,13 +175,12 @@ class Executor(Protocol):
 
         Args:
             layout: the bucket.
-            packed: `Layout.pack`'s, not to be changed afterwards.
-            full: whether a row samples with more than plain greedy.
+            packed: from `Layout.pack`, not to be changed afterwards.
+            full: whether any row samples with more than plain greedy.
             targets: int32 [layout.tokens], the token that follows each in its prompt, or
-                `layout.NO_TARGET`; None where no request asks for its prompt's logprobs. Not of a
-                decode step.
-            wanted: hidden states to sum up, and logits to tell; None where no request asks for
-                any. Not of a decode step.
+            `layout.NO_TARGET`; None if no request asks for prompt logprobs. Not for a decode step.
+            wanted: hidden states to sum up, and logits to return; None if no request asks for any.
+            Not for a decode step.
         """
         ...
 
@@ -198,10 +195,10 @@ class Executor(Protocol):
         """Launches one step up to its logits. `sample` must follow.
 
         Args:
-            layout: as in `submit`.
-            packed: likewise.
-            targets: likewise.
-            wanted: likewise.
+            layout: see `submit`.
+            packed: see `submit`.
+            targets: see `submit`.
+            wanted: see `submit`.
         """
         ...
 
@@ -243,16 +240,16 @@ class StepHandle:
 
 
 class JaxExecutor:
-    """An `Executor` on JAX's devices: a model's steps over its pool, one program a layout.
+    """An `Executor` on JAX's devices: a model's steps over its pool, one program per layout.
 
     Args:
-        model: what to compute.
+        model: the model to compute.
         params: its parameters, on the devices.
         pool: the block pool, on the devices.
         buckets: the layouts to compile.
-        moves_cache: whether to compile what `copy_slots`, `save` and `load` need.
-        masked_sampling: whether to compile what `sample` needs.
-        adapters: room for adapters, on the devices, zeros; None where `model.lora` is.
+        moves_cache: whether to compile `copy_slots`, `save` and `load`.
+        masked_sampling: whether to compile `sample`.
+        adapters: room for adapters on the devices, zeros; None if `model.lora` is None.
     """
 
     def __init__(
@@ -276,10 +273,10 @@ class JaxExecutor:
         self._place: Any = replicated(model.mesh)
         self._state = init_state(buckets.slots, model.config.vocab_size, model.mesh)
         placed = pool_format(pool)
-        # By whether layouts are deterministic.
+        # Keys: whether layouts are deterministic.
         self._steps = {False: make_model_step(model, placed)}
         self._scores = {False: make_prompt_step(model)}
-        self._allowed: Any = None  # masks that allow everything, where sampling always has some
+        self._allowed: Any = None  # masks that allow all tokens, if sampling always has masks
         if buckets.deterministic:
             self._steps[True] = make_model_step(model, placed, deterministic=True)
             self._scores[True] = make_prompt_step(model, placed)
@@ -296,7 +293,7 @@ class JaxExecutor:
         }
         self._expand, self._keep = (jax.jit(one, **placed_alike) for one in (expand, keep))
         self._project_to_kv = make_project_to_kv(model, placed)
-        # Decode steps do not know of drafts; sampling is the same program for all of a size.
+        # Decode steps do not support drafts; sampling is one program for all steps of a size.
         self._no_drafts: dict[int, Checked] = {}
         if buckets.drafts:
             nothing = ((np.zeros(rows, bool), np.zeros(rows, np.int32)) for rows in buckets.rows)
@@ -310,7 +307,7 @@ class JaxExecutor:
 
     @property
     def intact(self) -> bool:
-        """See `Executor`. False once a failed call has lost what was donated to it."""
+        """See `Executor`. False once a failed call has lost its donated arrays."""
         held = jax.tree.leaves((self.pool, self._state, self._adapters, self._tables))
         return not any(array.is_deleted() for array in held)
 
@@ -366,7 +363,7 @@ class JaxExecutor:
         targets: np.ndarray | None,
         wanted: Wanted | None,
     ) -> tuple[StepOutput, SampleResult | None, Pooled | None]:
-        """The model's step, what is known of the targets, and what else is wanted."""
+        """The model's step, the log-probabilities of targets, and the results for `wanted`."""
         if self._mover is not None:
             self._mover.check()
         with self._mesh or contextlib.nullcontext():
@@ -385,7 +382,7 @@ class JaxExecutor:
         return done, prompt, pooled
 
     def _arguments(self, layout: Layout, batch: jax.Array) -> tuple[Any, ...]:
-        """Of a model's step."""
+        """Arguments of a model's step."""
         usual = self.params, self.pool, self._state.newest, batch
         return (*usual, self._adapters) if layout.lora else usual
 
@@ -468,13 +465,13 @@ class JaxExecutor:
             step.lower(*self._arguments(layout, batch), layout=layout).compile()
 
     def _compile_projection(self) -> None:
-        """Likewise what projects hidden caches."""
+        """Compiles the projection of hidden caches."""
         layout = self.buckets.projection_layout()
         batch = self._like((layout.size,), np.int32)
         self._project_to_kv.lower(self.params, self.pool, batch, layout=layout).compile()
 
     def _compile_sampler(self, rows: int, masked: bool) -> None:
-        """Likewise what samples with more than plain greedy."""
+        """Compiles sampling with more than plain greedy."""
         vocab, each = self._state.vocab_size, self._like((rows,), np.int32)
         true = self._like((rows,), np.bool_)
         masks = self._like((rows, mask_words(vocab)), np.uint32) if masked else None
@@ -485,7 +482,7 @@ class JaxExecutor:
         _SAMPLE_FULL.lower(self._state, logits, each, true, masks, checked).compile()
 
     def _compile_scorer(self, layout: Layout) -> None:
-        """Likewise what scores the prompt of a step, and what makes vectors of it."""
+        """Compiles the scoring of a step's prompts, and its vectors."""
         hidden = self._like((layout.tokens, self._d_model), self._activations)
         score: Any = self._scores[layout.deterministic]
         targets = self._like((layout.tokens,), np.int32)
@@ -501,12 +498,13 @@ class JaxExecutor:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def _put_all(self, layout: Layout) -> None:
-        """Compiles what brings a packed batch to the device, of each length."""
+        """Compiles the transfer of a packed batch to the device, for each length."""
         for size in layout.sizes if layout.mirrors else ():
             self._put(layout, layout.padding(size))
 
     def _run_once(self, layout: Layout, full: bool) -> None:
-        """A step on padding, which compiles what goes with it, unless that is compiled already."""
+        """Runs a step on padding, which compiles what goes with it, unless that is compiled
+        already."""
         targets = layout.no_targets() if _scored(layout) else None
         wanted = Wanted.nothing(layout) if _scored(layout) else None
         self.submit(layout, layout.empty(), full=full, targets=targets, wanted=wanted).result()
@@ -519,7 +517,7 @@ class JaxExecutor:
         progress: Callable[[Iterable[Any]], Iterable[Any]],
         barrier: Callable[[], None] = lambda: None,
     ) -> None:
-        """Compiles every step there is, so that none compiles later, and runs them on padding.
+        """Compiles every step, so that none compiles later, and runs them on padding.
 
         Args:
             progress: wraps the list of work, as tqdm does.
@@ -527,14 +525,14 @@ class JaxExecutor:
         """
         layouts = self.buckets.all()
         self._state = warm_up(self._state)
-        # XLA compiles several at once, those with hidden rows first: they take longest, and should
-        # not be left for one thread at the end. On CPUs the first model's step also has numba
-        # compile its kernels, which all of these steps wait for: what needs no kernel is compiled
-        # meanwhile.
+        # XLA compiles several steps at once. Those with hidden rows come first: they take longest,
+        # and should not be left for a single thread at the end. On CPUs the first model step also
+        # makes numba compile its kernels, for which all these steps wait; programs without kernels
+        # are compiled meanwhile.
         longest_first = sorted(layouts[1:], key=lambda each: (not each.hidden, each.decode_only))
         ordered = (layouts[0], *longest_first)
         compiled: list[Callable[[], None]] = [partial(self._compile, each) for each in ordered]
-        if self._mesh is None:  # else only the step itself knows where its results are
+        if self._mesh is None:  # otherwise only the step knows where its results are
             masks = (False, True) if self._masked_sampling else (False,)
             compiled[1:1] = [
                 *(
@@ -552,8 +550,8 @@ class JaxExecutor:
             work += [barrier, *(partial(self._put_all, layout) for layout in layouts)]
             greedy, sampled = layouts, self.buckets.sampled()
             if self._mesh is None and jax.default_backend() == "cpu":
-                # What runs here is compiled by now, and has no memory of its own to run out of.
-                # Padding takes as long as tokens: what is left is to have Python know the steps.
+                # Everything that runs here is compiled, and needs no additional memory. Padding
+                # takes as long as tokens; the rest only makes Python know the steps.
                 greedy = [layout for layout in layouts if layout.tokens <= MOST_PADDING]
                 sampled = sampled[:1]
             work += [partial(self._run_once, layout, False) for layout in greedy]
@@ -569,11 +567,11 @@ class JaxExecutor:
             with self._mesh or contextlib.nullcontext():
                 self.pool = self._mover.warm_up(self.pool)
         if self._model_lora is not None and self._adapters is not None:
-            for columns in RANKS:  # each is a program
+            for columns in RANKS:  # one program each
                 if columns <= self._model_lora.rank:
                     self.put_adapter(0, 0, empty_adapter(self._adapters, columns))
 
 
 def _scored(layout: Layout) -> bool:
-    """Whether a prompt may be scored that is in such a step; those with hidden rows share it."""
+    """Whether prompts in such a step may be scored; steps with hidden rows share the program."""
     return not (layout.decode_only or layout.hidden)

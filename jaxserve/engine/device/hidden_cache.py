@@ -34,19 +34,19 @@ from jaxserve.pallas_kernels import (
 )
 from jaxserve.sched.cache.cache_kinds import ABSORBED
 
-FEW_HEADS = 16  # as many matmuls, one a head, beat a batched one and the copies that it makes
+FEW_HEADS = 16  # up to this many heads, one matmul per head beats a batched one with its copies
 
 
 class HiddenRows(NamedTuple):
     """What all layers share about a step's rows with hidden caches.
 
     Attributes:
-        decodes: the first rows of the step as a batch of their own. All decodes with hidden caches
-            are among them.
-        token: int32 [n], the place on the step's token axis of each of these rows. Beyond its end
-            for rows that are no hidden decodes.
+        decodes: the first rows of the step as a batch of their own, including all decodes with
+        hidden caches.
+        token: int32 [n], the index of each of these rows on the step's token axis. Beyond its end
+        for rows that are not hidden decodes.
         chunks: the batch with all decodes marked as KV, so that only chunks are read as hidden;
-            None in a decode step.
+        None in a decode step.
         plans: kernel plans for decodes and for chunks.
     """
 
@@ -95,13 +95,13 @@ def attend_hidden(
 ) -> jax.Array:
     """Adds the attention of rows with hidden caches.
 
-    Absorbed reading (design: Wk folded into the query, Wv out of the sum) is for decodes. A chunk
-    has so many queries that projecting its context once is less work than folding each of them.
+    Absorbed reading (Wk folded into the query, Wv applied to the sum) is for decodes. A chunk has
+    so many queries that projecting its context once is less work than folding each of them.
 
     Args:
         out: [T, num_heads, head_dim], attention of the other rows, zeros for the tokens of hidden
             rows.
-        inputs: the layer's; q, k and v must not be fused.
+        inputs: inputs of the layer; q, k and v must not be fused.
         pool: the pool.
         layer: index of the layer.
         rows: the step's hidden rows.
@@ -151,12 +151,12 @@ def _absorbed(
     weights: KVWeights,
     options: dict[str, Any],
 ) -> jax.Array:
-    """q [R, num_heads, head_dim] of a batch of decodes -> the same; zeros for rows not hidden."""
+    """q [R, num_heads, head_dim] of a batch of decodes -> the same shape; zeros for other rows."""
     heads, head_dim = q.shape[1:]
     mixed = absorbed_attention(_fold(q, weights.wk), pool, layer, batch, **options)
     out = _unfold(mixed, weights.wv)
     if weights.bv is not None:
-        # The weights of a row's softmax sum to one; a row that is not hidden has none.
+        # The weights of a row's softmax sum to one; rows that are not hidden have none.
         bias = weights.bv.reshape(1, heads, head_dim).astype(out.dtype)
         out = jnp.where((batch.kind != KV)[:, None, None], out + bias, out)
     return out
@@ -186,7 +186,7 @@ def _head(weights: jax.Array, head: int, head_dim: int) -> jax.Array:
 
 
 def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
-    """One layer's projection. weights: the layer's."""
+    """Projection of one layer. weights: those of the layer."""
     norm = None if weights.k_norm is None else weights.k_norm.astype(jnp.float32)
     return HiddenProjection(
         weights.wk, weights.wv, weights.bk, weights.bv, norm, how.rotation, how.norm_eps
@@ -196,8 +196,8 @@ def _projection(weights: KVWeights, how: KVProjection) -> HiddenProjection:
 @lru_cache(maxsize=8)
 def make_project_to_kv(model: StepModel, pool_format: Any) -> Any:
     """A jitted function (params, pool, packed batch, *, layout) -> pool, with the pool donated. It
-    turns the cached hidden vectors of the batch's tokens into K and V; K goes where the vectors
-    were. pool_format: its own, see `pallas_kernels.pool_format`."""
+    turns the cached hidden vectors of the batch's tokens into K and V; K overwrites the vectors.
+    pool_format: see `pallas_kernels.pool_format`."""
     return jax.jit(
         partial(_project_to_kv, model),
         donate_argnames=("pool",),
@@ -216,7 +216,7 @@ def _project_to_kv(
     count = jnp.sum(batch.query_lens, dtype=jnp.int32)
     options: dict[str, Any] = {"backend": model.backend, "mesh": model.mesh}
     puts = plan_write(pool, batch, hidden=False, backend=model.backend)
-    # All layers' vectors are read before any is written over.
+    # The vectors of all layers are read before any is overwritten.
     staged = stage_out(pool, _slots(batch, where, pool.shape[3]), count, **options)
     wide = pool.dtype if pool.dtype.itemsize > 1 else jnp.dtype(jnp.float32)
     cached = staged_vectors(pool, staged, wide)

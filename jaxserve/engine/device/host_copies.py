@@ -1,8 +1,8 @@
 """Copies of cached tokens in host memory, made by a thread beside the steps (BROS section 5.2).
 
-What leaves the pool is staged on the device, in the order of the steps, so that its slots can be
-overwritten at once. A thread then copies it to host memory, as a copy stream would. The engine
-thread goes on, and waits only for copies that it needs back.
+Tokens that leave the pool are staged on the device, in the order of the steps, so that their slots
+can be overwritten at once. A thread then copies them to host memory, like a copy stream. The engine
+thread continues, and waits only for copies that it needs back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class HostCopies:
     def __init__(self, room: int) -> None:
         self._room, self._staged = room, 0
         self._kept: dict[int, np.ndarray] = {}
-        self._copied: dict[int, list[Future[None]]] = {}  # the copies to each
-        self._under_way: deque[tuple[Future[None], int]] = deque()  # with its slots
+        self._copied: dict[int, list[Future[None]]] = {}  # the copies to each array
+        self._under_way: deque[tuple[Future[None], int]] = deque()  # with their slots
         self._thread = ThreadPoolExecutor(1, "jaxserve-copies")
 
     @property
@@ -40,8 +40,8 @@ class HostCopies:
         self._kept[key], self._copied[key] = np.empty(shape, dtype), []
 
     def make_room(self, slots: int) -> None:
-        """Waits, if necessary, until so many more slots may be staged. Raises the first error of
-        the copies that have ended since."""
+        """Waits, if necessary, until this many more slots may be staged. Raises the first error of
+        the copies that have ended since the last call."""
         under_way = self._under_way
         error: BaseException | None = None
         while under_way and (under_way[0][0].done() or self._staged + slots > self._room):
@@ -63,15 +63,15 @@ class HostCopies:
             self._copied[key].append(copied)
 
     def get_copy(self, key: int) -> np.ndarray:
-        """What is saved under `key`, read-only. Waits only for its own copies, and raises the error
-        of a failed one, since the rest of that cache is useless."""
+        """The array saved under `key`, read-only. Waits only for its own copies, and raises the
+        error of a failed one, since the rest of that cache is useless."""
         for copied in self._copied[key]:
             copied.result()
         return self._kept[key]
 
     def discard(self, keys: Iterable[int]) -> None:
-        """Frees what is saved under the keys. Unknown keys are ignored, since a step that failed
-        may have saved nothing. A copy still under way writes to memory that is freed after it."""
+        """Frees the arrays saved under the keys. Unknown keys are ignored, since a step that failed
+        may have saved nothing. An unfinished copy writes to memory that is freed after it."""
         for key in keys:
             self._kept.pop(key, None)
             self._copied.pop(key, None)
@@ -82,8 +82,8 @@ class HostCopies:
 
 
 def _copy(staged: list[jax.Array], targets: list[np.ndarray]) -> None:
-    """Copies the only array in the list `staged`, and takes it out. A list, since a caller's
-    argument would outlive the call, and the array must be freed by then."""
+    """Copies the only array in the list `staged`, and removes it. Passed in a list, since a
+    caller's argument would outlive the call, and the array must be freed before."""
     contents, first = local_part(staged.pop()), 0  # waits for the device
     for target in targets:
         target[:] = contents[first : first + len(target)]

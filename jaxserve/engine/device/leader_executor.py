@@ -26,7 +26,7 @@ from jaxserve.models.lora import Layers
 
 
 class Calls:
-    """Names of the messages for the calls of an `Executor`, as the methods'.
+    """Names of the messages for the calls of an `Executor`, equal to those of the methods.
     `jaxserve.engine.startup.follower_executor` makes the calls on the other hosts."""
 
     ADMIT, PROJECT_TO_KV, COPY_SLOTS = "admit", "project_to_kv", "copy_slots"
@@ -65,13 +65,13 @@ class LeaderHandle:
 
 
 class LeaderExecutor:
-    """An `Executor` for all hosts of a group. `local` is this host's. A call that fails because a
-    host is gone raises HostLost."""
+    """An `Executor` for all hosts of a group. `local` is the executor of this host. A call that
+    fails because a host is gone raises HostLost."""
 
     def __init__(self, local: Executor, group: Group) -> None:
         self._local, self._group = local, group
         self._numbers = itertools.count()
-        self._together = True  # with the others, who make every call that they are told of
+        self._together = True  # in step with the other hosts, which make every call that is sent
 
     @property
     def buckets(self) -> Buckets:
@@ -90,7 +90,7 @@ class LeaderExecutor:
 
     @contextlib.contextmanager
     def _telling(self, name: str, *arrays: np.ndarray | None, **fields: Any) -> Iterator[None]:
-        """Around the call that this host makes itself."""
+        """Sends a call to the other hosts, around this host's own call."""
         given = tuple(array for array in arrays if array is not None)
         self._group.broadcast(Message(name, fields, given))
         self._together = False
@@ -130,7 +130,7 @@ class LeaderExecutor:
             self._local.discard(keys)
 
     def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
-        """See `Executor`. The start refuses adapters with several hosts, so nobody calls it."""
+        """See `Executor`. Never called, since the start refuses adapters with several hosts."""
         raise RuntimeError("adapters are not served over several hosts")
 
     def submit(
@@ -178,8 +178,7 @@ class LeaderExecutor:
 
 @contextlib.contextmanager
 def _blaming(group: Group) -> Iterator[None]:
-    """Raises HostLost for a device error that a lost host has caused, which the group finds out
-    soon."""
+    """Raises HostLost for a device error caused by a lost host, which the group detects soon."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -194,7 +193,7 @@ def _plain(layout: Layout) -> dict[str, Any]:
 
 
 def _asked(targets: np.ndarray | None, wanted: Wanted | None) -> dict[str, bool]:
-    """Which of them follow the batch, in this order."""
+    """Which of the two follow the batch, in this order."""
     return {"targets": targets is not None, "wanted": wanted is not None}
 
 

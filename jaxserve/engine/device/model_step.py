@@ -42,16 +42,16 @@ from jaxserve.pallas_kernels import (
 
 
 class StepOutput(NamedTuple):
-    """What a step gives back.
+    """Results of a step.
 
     Attributes:
-        newest: of the sampling state: moved on where the batch is greedy, else as it was.
-        tokens: int32 [R], the likeliest of each row.
+        newest: part of the sampling state: updated if the batch is greedy, otherwise unchanged.
+        tokens: int32 [R], the likeliest token of each row.
         logits: float32 [R, vocab].
-        slots, emit: int32, bool [R], what sampling needs of the batch.
-        checked: the tokens that the logits are of, where some may be drafts; else None.
-        hidden: the last layer's output of all tokens [T, d_model], on every device, for
-            `prompt_logprobs_step.py` and `pooling_step.py`; None of a decode step.
+        slots, emit: int32, bool [R], the batch's inputs to sampling.
+        checked: the tokens that the logits belong to, if any may be drafts; else None.
+        hidden: the last layer's output for all tokens [T, d_model], on every device, for
+        `prompt_logprobs_step.py` and `pooling_step.py`; None for a decode step.
     """
 
     pool: Any
@@ -72,9 +72,9 @@ ModelStep = Callable[..., StepOutput]
 def make_model_step(
     model: StepModel, pool_format: Any, *, deterministic: bool = False
 ) -> ModelStep:
-    """The model's step, jitted over its layouts, all deterministic or none. The pool is donated,
-    and keeps its layout and sharding. Engines of the same model in one process share the step and
-    its compilations."""
+    """The model's step, jitted over its layouts, either all deterministic or none. The pool is
+    donated, and keeps its layout and sharding. Engines of the same model in one process share the
+    step and its compilations."""
     if deterministic:
         backend = deterministic_backend(model.backend)
         assert backend is not None
@@ -126,7 +126,7 @@ def _model_step(
         x = None if how is None else inputs.x.reshape(inputs.k.shape)
         k, v = inputs.k, inputs.v
         if x is not None and not layout.kv:
-            k = v = x  # nobody's: so the new tokens' own need not be made
+            k = v = x  # not read, so that the new tokens' own need not be computed
         pool = write(pool, layer, k, v, batch, x=x, plan=puts, backend=model.backend, mesh=mesh)
         out = jnp.zeros_like(inputs.q)
         if layout.kv:
@@ -141,7 +141,7 @@ def _model_step(
     tokens = _feed(fields, newest.last_token)
     rows_of = fields["token_row"]
     attention: Attend = attend
-    if dense:  # prompts are whole, and nobody reads their cache
+    if dense:  # prompts are whole, and their cache is not read
         attention = attend_both_ways(config, rows_of, positions(fields))
     inputs = StepInputs(tokens, positions(fields), rows_of, rows_of < fields["slots"].shape[0])
     pool, x = forward(
@@ -166,14 +166,15 @@ def _model_step(
 
 
 def _of_tokens(adapters: jax.Array, token_row: jax.Array, layout: Layout) -> jax.Array:
-    """Each token's adapter, int32 [T], by that of its row; none for padding."""
+    """Each token's adapter, int32 [T], from that of its row; none for padding."""
     if layout.decode_only:
         return adapters
     return adapters.at[token_row].get(mode="fill", fill_value=BASE)
 
 
 def _feed(fields: dict[str, jax.Array], last_token: jax.Array) -> jax.Array:
-    """The step's input tokens, with placeholders replaced by what their slot sampled last."""
+    """The step's input tokens, with placeholders replaced by the last token sampled in their
+    slot."""
     row = jnp.minimum(fields["token_row"], fields["slots"].shape[0] - 1)
     slot = jnp.minimum(fields["slots"][row], last_token.shape[0] - 1)
     tokens = fields["tokens"]

@@ -1,10 +1,10 @@
-"""Vectors of prompts, on the device, behind the model's step: sums of hidden states, and logits of
-a few tokens.
+"""Vectors of prompts, computed on the device after the model's step: sums of hidden states, and
+logits of a few tokens.
 
-As with log-probabilities of prompts (`prompt_logprobs_step.py`), a program of its own reads what
-the model's step leaves. It runs behind batches in which somebody wants a vector: the others pay
-nothing. A prompt that is computed in several steps gets a sum of each, which the host adds up. What
-is added are whole numbers, so that a sum has the same bits in any order and in any pieces.
+As with log-probabilities of prompts (`prompt_logprobs_step.py`), a separate program reads the
+output of the model's step. It runs only after batches in which a request wants a vector, so others
+pay nothing. A prompt computed in several steps gets a sum from each, and the host adds these up.
+Whole numbers are added, so that a sum has the same bits in any order and in any pieces.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from jaxserve.models.base import Params
 from jaxserve.sched.request import MAX_SCORED_TOKENS
 
 NOBODY = -1
-"""Nobody wants the token's hidden state."""
+"""No request wants the token's hidden state."""
 DIGITS = 4
-"""Whole numbers that a number is taken apart into: what is before the point, then BITS each. Sums
-of so many tokens as a step may have fit in 32 bits."""
+"""Number of whole numbers that stand for a number: the part before the point, then BITS each. Sums
+of as many tokens as a step may have fit in 32 bits."""
 BITS = 14
 
 
 class Wanted(NamedTuple):
-    """What is wanted of a step, NumPy arrays.
+    """Requested results of a step, NumPy arrays.
 
     Attributes:
-        places: int32 [T], the place of the sum that each token's hidden state is part of, or
-            NOBODY.
-        scored: int32 [R, MAX_SCORED_TOKENS], token ids, of each row of logits.
+        places: int32 [T], the index of the sum that each token's hidden state is added to, or
+        NOBODY.
+        scored: int32 [R, MAX_SCORED_TOKENS], token ids for each row of logits.
     """
 
     places: np.ndarray
@@ -45,19 +45,18 @@ class Wanted(NamedTuple):
 
     @classmethod
     def nothing(cls, layout: Layout) -> Wanted:
-        """Nothing of a step of this layout, yet."""
+        """A request for nothing yet, for a step of this layout."""
         scored = np.zeros((layout.rows, MAX_SCORED_TOKENS), np.int32)
         return cls(np.full(layout.tokens, NOBODY, np.int32), scored)
 
 
 class Pooled(NamedTuple):
-    """What a step knows of it.
+    """The results of a step for `Wanted`.
 
     Attributes:
-        sums: int32 [R, DIGITS, d_model], of the `digits` of hidden states behind the last norm, by
-            place.
-        finite: bool [R], whether all of those are numbers. What others have computed cannot get
-            there.
+        sums: int32 [R, DIGITS, d_model], sums of the `digits` of hidden states after the last norm,
+        by place.
+        finite: bool [R], whether all of those are numbers. Other requests cannot affect it.
         scores: float32 [R, MAX_SCORED_TOKENS], the logits of `Wanted.scored`.
     """
 
@@ -72,7 +71,7 @@ PoolingStep = Callable[..., Pooled]
 
 @lru_cache(maxsize=8)
 def make_pooling_step(model: StepModel) -> PoolingStep:
-    """The model's program, jitted. Engines of the same model in one process share it."""
+    """The program of the model, jitted. Engines of the same model in one process share it."""
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
     return jax.jit(partial(_pooling_step, model), out_shardings=whole)
 
@@ -88,7 +87,7 @@ def _pooling_step(
     rows = logits.shape[0]
     normed = model.family.finish(params, model.config, hidden, mesh=model.mesh)
     normed = normed.astype(jnp.float32)
-    # Too large is no number either: sums of so many might not fit.
+    # Too large counts as not a number, too: sums might not fit.
     finite = jnp.all(jnp.abs(normed) < 2.0**31 / len(normed), axis=-1)
     where = jnp.where(places == NOBODY, rows, places)
     parts = digits(jnp.where(finite[:, None], normed, 0))
@@ -99,7 +98,7 @@ def _pooling_step(
 
 
 def digits(x: jax.Array) -> jax.Array:
-    """What stands for x, float32 [T, D], to 2**-42: int32 [T, DIGITS, D]."""
+    """Represents x, float32 [T, D], to 2**-42 as whole numbers: int32 [T, DIGITS, D]."""
     parts = []
     for _ in range(DIGITS):
         whole = jnp.trunc(x)
@@ -109,5 +108,5 @@ def digits(x: jax.Array) -> jax.Array:
 
 
 def from_digits(parts: np.ndarray) -> np.ndarray:
-    """What a sum of digits stands for: [DIGITS, D] -> float64 [D]."""
+    """The number that a sum of digits represents: [DIGITS, D] -> float64 [D]."""
     return (np.exp2(-BITS * np.arange(DIGITS))[:, None] * parts).sum(axis=0)

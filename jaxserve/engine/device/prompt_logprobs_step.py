@@ -1,11 +1,11 @@
-"""Log-probabilities of prompt tokens, on the device, behind the model's step.
+"""Log-probabilities of prompt tokens, computed on the device after the model's step.
 
 The model's step computes logits of one token per row, the last. Those of a prompt's other tokens
-are made of what the same step leaves of its last layer, by a program of its own, which runs behind
-batches in which somebody asks for them: the others pay nothing, and no model is compiled twice. It
-takes a slice of the tokens at a time, as many as the step has rows, at most MAX_SLICE: so it needs
-no more memory than sampling does, [slice, vocabulary] in float32 a few times over, however many
-tokens there are. What comes out of it is 168 bytes per token.
+are computed from the step's last layer by a separate program, which runs only after batches in
+which a request asks for them: the others pay nothing, and no model is compiled twice. It handles a
+slice of the tokens at a time, as many as the step has rows, at most MAX_SLICE. So it needs no more
+memory than sampling, [slice, vocabulary] in float32 a few times over, however many tokens there
+are. Its output has 168 bytes per token.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from jaxserve.models.forward import logits
 
 MAX_SLICE = 64
 
-# (params, hidden [T, d_model], targets int32 [T], *, rows) -> what is known of each target, [T]
+# (params, hidden [T, d_model], targets int32 [T], *, rows) -> results for each target, [T]
 PromptStep = Callable[..., SampleResult]
 
 
 @lru_cache(maxsize=8)
 def make_prompt_step(model: StepModel, deterministic: Any = None) -> PromptStep:
-    """The model's program, jitted over the rows of its steps. Engines of the same model in one
-    process share it. deterministic: the pool's format, behind deterministic steps."""
+    """The program of the model, jitted over the rows of its steps. Engines of the same model in one
+    process share it. deterministic: the pool's format, after deterministic steps."""
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
     options = compiler_options(deterministic, deterministic=True) if deterministic else None
     return jax.jit(
@@ -49,7 +49,7 @@ def _prompt_step(
     model: StepModel, params: Params, hidden: jax.Array, targets: jax.Array, *, rows: int
 ) -> SampleResult:
     """Scores a step's targets. hidden: [T, d_model], the last layer's output. targets: [T], the
-    token that follows each, or NO_TARGET. A slice of nothing but NO_TARGET costs nothing."""
+    token that follows each, or NO_TARGET. A slice with only NO_TARGET costs nothing."""
     tokens = targets.shape[0]
     size = min(MAX_SLICE, rows, tokens)
     padding = -tokens % size

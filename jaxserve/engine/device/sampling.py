@@ -1,8 +1,8 @@
 """Draws the next tokens on the device, every request by its own parameters, in one batch.
 
-`sample_greedy` and `sample_full` are pure and of static shape: the one is a part of the model's
-step, the other is to be called under jit behind it, with the state donated. Order of the steps, for
-each row of logits:
+`sample_greedy` and `sample_full` are pure and of static shape: the first is part of the model's
+step, the second is called under jit after it, with the state donated. Order of operations for each
+row of logits:
 
 1. log-probabilities to report: of the model's own distribution, before anything below;
 2. logit bias, added;
@@ -60,7 +60,7 @@ class SampleResult:
     asked for any.
 
     Attributes:
-        tokens: int32 [R]; NOT_FINITE where the model computed no numbers to draw by.
+        tokens: int32 [R]; NOT_FINITE if the model's logits are not numbers.
         chosen_logprob: float32 [R], of the sampled tokens.
         top_ids: int32 [R, min(MAX_TOP_LOGPROBS, V)], the likeliest tokens, best first.
         top_logprobs: float32, their log-probabilities.
@@ -85,9 +85,9 @@ def sample_greedy(
     Args:
         newest: the state's newest tokens.
         logits: [R, V].
-        slots: int32 [R], those of emitting rows distinct but for drafts; S or more for padding.
+        slots: int32 [R], distinct for emitting rows except drafts; S or more for padding.
         emit: bool [R]. A row without it leaves the state unchanged.
-        checked: which rows are drafts behind the row before; None where none is.
+        checked: which rows are drafts that follow the row before; None if none is.
 
     Returns:
         The updated `newest`, and the tokens, int32 [R], see `SampleResult`.
@@ -105,20 +105,20 @@ def sample_full(
     masks: jax.Array | None = None,
     checked: Checked | None = None,
 ) -> tuple[SamplingState, SampleResult]:
-    """Samples with every parameter, in the order that the module describes. What no emitting row
-    asks for is not computed.
+    """Samples with every parameter, in the order that the module describes. Operations that no
+    emitting row needs are skipped.
 
     Args:
         state: the sampling state.
         logits: [R, V].
-        slots: as in `sample_greedy`.
-        emit: as in `sample_greedy`.
+        slots: see `sample_greedy`.
+        emit: see `sample_greedy`.
         masks: uint32 [R, `mask_words(V)`], a bit for each token that may be drawn, the lowest
-            first; None if all may.
-        checked: as in `sample_greedy`.
+        first; None if all may.
+        checked: see `sample_greedy`.
 
     Returns:
-        The updated state, and what was sampled.
+        The updated state, and the sampled tokens.
     """
     raw = logits.astype(jnp.float32)
     emit = emit & (slots < state.num_slots)
@@ -150,9 +150,8 @@ def sample_full(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Rows:
-    """What the state holds for the R rows of a batch; the bool [R] say what an emitting row needs.
-    drafts: [R, MOST], those up to the row, which its counts leave out; None where there are
-    none."""
+    """The state of the R rows of a batch; the bool [R] say what an emitting row needs. drafts: [R,
+    MOST], the drafts up to the row, which its counts leave out; None if there are none."""
 
     knobs: Knobs
     num_generated: jax.Array
@@ -188,7 +187,7 @@ def _draw_plain(raw: jax.Array, rows: _Rows) -> jax.Array:
 
 
 def _draw(raw: jax.Array, rows: _Rows, masks: jax.Array | None = None) -> jax.Array:
-    # A row may be allowed stop tokens alone before min_tokens: lowest, they are still drawn then.
+    # Before min_tokens, a mask may allow stop tokens only: with the lowest value they can be drawn.
     lowest = -jnp.inf if masks is None else float(jnp.finfo(jnp.float32).min)
     scores = lax.cond(
         jnp.any(rows.biased | rows.penalised | rows.early),
@@ -203,7 +202,7 @@ def _draw(raw: jax.Array, rows: _Rows, masks: jax.Array | None = None) -> jax.Ar
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words that a bit for each token takes."""
+    """32-bit words for a bit per token."""
     return -(-vocab_size // 32)
 
 
@@ -250,7 +249,7 @@ def _counted(
 def _counted_several(
     counts: jax.Array, where: jax.Array, tokens: jax.Array, old: jax.Array, standing: Standing
 ) -> jax.Array:
-    """The counts, where a row may have the same token several times: the last time has them all."""
+    """The counts if a row may have the same token several times: the last write includes all."""
     places = jnp.arange(len(tokens))[:, None] - jnp.arange(1, MOST + 1)
     same = tokens[jnp.maximum(places, 0)] == tokens[:, None]
     before = jnp.sum(same & (jnp.arange(1, MOST + 1) <= standing.depth[:, None]), axis=1)
@@ -260,8 +259,8 @@ def _counted_several(
 
 
 def _adjusted(scores: jax.Array, rows: _Rows, *, lowest: float) -> jax.Array:
-    """Steps 2 to 5 but for grammars. [R, V] -> [R, V]; rows that ask for none come out as they
-    were. lowest: what stop tokens get."""
+    """Steps 2 to 5 except grammars. [R, V] -> [R, V]; rows that ask for none are unchanged. lowest:
+    value of stop tokens."""
     knobs = rows.knobs
     index = jnp.arange(scores.shape[0])[:, None]
     scores = scores.at[index, knobs.bias_ids].add(knobs.bias_values, mode="drop")
@@ -295,7 +294,7 @@ def _draw_random(scores: jax.Array, rows: _Rows) -> jax.Array:
     unbounded = jnp.full(use_k.shape, jnp.inf)
     bound = lax.cond(jnp.any(use_k), lambda: _top_k_bound(distance, knobs.top_k), lambda: unbounded)
     distance = _cut(distance, jnp.where(use_k, bound, jnp.inf))
-    # Row by row: so its sums have one order, and what is halved again and again stays in caches.
+    # Row by row, so that sums have one order, and the data that is halved stays in caches.
     nucleus = partial(in_fixed_batches, _top_p_bound, distance, knobs.top_p, size=1)
     bound = lax.cond(jnp.any(use_p), nucleus, lambda: unbounded)
     distance = _cut(distance, jnp.where(use_p, bound, jnp.inf))
@@ -315,10 +314,10 @@ def _top_k_bound(distance: jax.Array, top_k: jax.Array) -> jax.Array:
 
 
 def _top_p_bound(distance: jax.Array, top_p: jax.Array) -> jax.Array:
-    """Smallest distance within which lies top_p of the probability, [R]; exact but for the
-    rounding of the float32 sums."""
+    """Smallest distance within which top_p of the probability lies, [R]; exact up to the rounding
+    of the float32 sums."""
     mass = jnp.exp(-distance)
-    # A product that float32 rounds to nothing is still more than no token has.
+    # Even a product that float32 rounds to 0 requires at least one token.
     enough = jnp.maximum(top_p * jnp.sum(mass, axis=-1), jnp.finfo(jnp.float32).tiny)
     return _smallest_bound(
         lambda bound: jnp.sum(jnp.where(distance <= bound[:, None], mass, 0), axis=-1) >= enough,
@@ -327,11 +326,11 @@ def _top_p_bound(distance: jax.Array, top_p: jax.Array) -> jax.Array:
 
 
 def _smallest_bound(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Smallest float32 in [0, inf] for which the monotone test holds, taken to hold at infinity
-    and not to hold of no token at all.
+    """Smallest float32 in [0, inf] for which the monotone test holds. It is assumed to hold at
+    infinity, and not without any token.
 
-    Floats that are not negative sort like their bits, so bisecting those finds the very float in
-    31 passes; sorting [32, 50272] on CPU takes 20 times as long.
+    Non-negative floats sort like their bits, so bisecting the bits finds the exact float in 31
+    passes; sorting [32, 50272] on CPU takes 20 times as long.
     """
 
     def halve(_: int, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -348,8 +347,8 @@ def _smallest_bound(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, .
 def _gumbel(keys: jax.Array, num_generated: jax.Array, v: int) -> jax.Array:
     """Standard Gumbel noise [R, v] from keys uint32 [R, 2] and the index of the token, int32 [R].
 
-    By log1p, not by the log of a uniform number just below 1: the winners of a large vocabulary
-    come from its last few steps of 2**-24, where float32 is coarse, and near 0 it is fine.
+    Uses log1p, not the log of a uniform number just below 1: the winners of a large vocabulary come
+        from its last few steps of 2**-24, where float32 is coarse; near 0 it is fine.
     """
     ids = lax.broadcasted_iota(jnp.uint32, (keys.shape[0], v), 1)
     bits, _ = threefry2x32(keys[:, :1], keys[:, 1:], num_generated[:, None].astype(jnp.uint32), ids)
@@ -386,7 +385,8 @@ def threefry2x32(
 
 
 def with_logprobs(raw: jax.Array, tokens: jax.Array) -> SampleResult:
-    """The tokens [R] with what the model thinks of them, by its own logits raw, float32 [R, V]."""
+    """The tokens [R] with their log-probabilities, by the model's own logits raw, float32 [R,
+    V]."""
     total = log_sum_exp(raw)
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)
     top, ids = lax.top_k(raw, min(MAX_TOP_LOGPROBS, raw.shape[-1]))
@@ -394,6 +394,6 @@ def with_logprobs(raw: jax.Array, tokens: jax.Array) -> SampleResult:
 
 
 def without_logprobs(tokens: jax.Array, vocab_size: int) -> SampleResult:
-    """The same shapes, of zeros."""
+    """The tokens with log-probabilities of zero, in the same shapes."""
     shape = (tokens.shape[0], min(MAX_TOP_LOGPROBS, vocab_size))
     return SampleResult(tokens, jnp.zeros(shape[0]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))

@@ -1,7 +1,7 @@
-"""What the device remembers of each request's sampling: one row per slot, of static shape.
+"""The device's sampling state of each request: one row per slot, of static shape.
 
-A request holds a slot from its admission to its end or preemption. Everything a step needs to
-draw its next token is in that row, the token itself included, so tokens need not visit the host.
+A request holds a slot from its admission to its end or preemption. That row has everything a step
+needs to draw the next token, including the last token, so tokens need not visit the host.
 
 Sizes: with 256 slots and a vocabulary of 152,064 the token counts take 78 MB and all else under
 1 MB. The counts are always there (an array that grew with the first penalised request would mean
@@ -34,10 +34,10 @@ MAX_EOS = 16
 MAX_SUPPRESSED = MAX_STOP_TOKEN_IDS + MAX_EOS
 PROMPT_BIT = np.uint16(1 << 15)
 COUNT_MASK = np.uint16((1 << 15) - 1)
-GREEDY_BELOW = 1e-5  # a lower temperature is greedy, as in vLLM
+GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
 
-# Columns of a packed row, all 32 bits wide: one array to upload at an admission, one to gather in
-# a step. The lists of ids and values follow, in the order of `unpack`.
+# Columns of a packed row, all 32 bits wide: one array to upload at an admission, one to gather in a
+# step. The lists of ids and values follow, in the order of `unpack`.
 _INTS = ("top_k", "min_tokens", "num_logprobs", "key_hi", "key_lo")
 _KEY_AT = _INTS.index("key_hi")
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
@@ -193,7 +193,7 @@ class RequestRow:
     Token ids outside the vocabulary must have been refused before (`validate`).
 
     Args:
-        request: what was submitted.
+        request: the submitted request.
         vocab_size: V.
         eos_ids: end-of-sequence tokens. min_tokens suppresses all of them, even with ignore_eos (as
             in vLLM).
@@ -275,8 +275,8 @@ def warm_up(state: SamplingState) -> SamplingState:
 
 
 def on_mesh(held: _Held, mesh: Mesh | None) -> _Held:
-    """Keeps arrays replicated over the mesh: the state, so that a step's output is sharded as its
-    input, and what the host reads, so that each host has all of it."""
+    """Keeps arrays replicated over the mesh: the state, so that a step's output is sharded like its
+    input, and arrays for the host, so that each host has all of them."""
     return held if mesh is None else jax.lax.with_sharding_constraint(held, replicated(mesh))
 
 
@@ -306,7 +306,7 @@ def _bits(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def has_penalty(sampling: SamplingParams) -> bool:
-    """Whether its tokens are counted."""
+    """Whether the request's tokens are counted."""
     return (
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0

@@ -1,4 +1,4 @@
-"""What a compiled step depends on beside its layout."""
+"""What a compiled step depends on, besides its layout."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from jaxserve.models.lora import LoraSlots
 from jaxserve.pallas_kernels import deterministic_backend, get_backend
 
 GPUS = frozenset({"cuda", "gpu"})
-MOST_DETERMINISTIC = 2  # devices: the order of two numbers does not matter to their sum
+MOST_DETERMINISTIC = 2  # devices: the sum of two numbers does not depend on their order
 DETERMINISTIC = {
     "xla_gpu_deterministic_ops": True,
     "xla_gpu_autotune_level": 0,
-    "xla_gpu_enable_triton_gemm": False,  # whose tiles are tiny where none are measured
+    "xla_gpu_enable_triton_gemm": False,  # its tiles are tiny if none were measured
 }
 
 
 @dataclass(frozen=True)
 class StepModel:
-    """A model as one platform runs it. Hashable: steps are compiled, and shared, by it.
+    """A model as one platform runs it. Hashable: steps are compiled and shared by this key.
 
     Attributes:
         backend: name of the kernels, see `pallas_kernels.backends`.
         mesh: devices that share each layer's heads; None for one device.
         hidden_read: how hidden caches are read, `hidden.ABSORBED` or `hidden.PROJECTED`; None
-            without such caches.
+        without such caches.
         max_len: tokens of the longest context.
-        activations: what is computed in between the weights, see `activations_in`; None: the dtype
-            of the weights.
+        activations: dtype of activations, see `activations_in`; None: that of the weights.
         lora: room for adapters; None for none.
     """
 
@@ -49,19 +48,19 @@ class StepModel:
 
     @property
     def shards(self) -> int:
-        """How many devices share each layer."""
+        """Number of devices that share each layer."""
         return 1 if self.mesh is None else self.mesh.size
 
     @property
     def fused(self) -> bool:
-        """Whether the parameters have q, k and v as one, see `jaxserve.models.fused`."""
+        """Whether the parameters have q, k and v fused, see `jaxserve.models.fused`."""
         return self.hidden_read is None
 
 
 def activations_in(platform: str, weights: DTypeLike) -> jnp.dtype:
-    """The dtype of activations for weights of this dtype. On CPUs always float32: a matmul of 16
-    bits by 16 bits is faster there only where its sums come out in float32, and everything else is
-    faster in float32."""
+    """The dtype of activations for weights of this dtype. Always float32 on CPUs: there, a matmul
+    of 16 bits by 16 bits is faster only if its sums are float32, and everything else is faster in
+    float32."""
     return jnp.dtype(jnp.float32 if platform == "cpu" else weights)
 
 
@@ -82,12 +81,12 @@ def cached_in(platform: str, weights: DTypeLike, backend: str, *, hidden: bool) 
 
 
 def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[str, Any]:
-    """XLA's options for a step over a pool of this format, or over hidden states placed so.
+    """XLA's options for a step over a pool of this format, or over hidden states placed like it.
 
     On GPUs XLA counts the pool twice, as argument and as output, although it is donated. If the
-    pool takes half of the memory, XLA believes that none is left, and recomputes matmuls to save
-    memory. deterministic: take no kernel because it was the fastest one measured, nor one that adds
-    up by who comes first.
+        pool takes half of the memory, XLA assumes that none is left, and recomputes matmuls to save
+        memory. deterministic: no kernels chosen by measured speed, and none whose order of
+        additions varies.
     """
     placed: Any = jax.tree.leaves(pool_format)[0].sharding
     platforms = {device.platform for device in placed.device_set}
@@ -98,7 +97,7 @@ def compiler_options(pool_format: Any, *, deterministic: bool = False) -> dict[s
 
 
 def why_not_deterministic(backend: str, model: ModelConfig, tensor: int, read: str | None) -> str:
-    """Why there can be no deterministic step, which no row has a say in but its own.
+    """Why there can be no deterministic step, in which each row's bits depend on that row only.
 
     Args:
         backend: name of the attention kernels.
@@ -107,7 +106,7 @@ def why_not_deterministic(backend: str, model: ModelConfig, tensor: int, read: s
         read: how hidden caches are read; None without them.
 
     Returns:
-        The reason; "" if there can be one, or need be none.
+        The reason; "" if there can be one, or none is needed.
     """
     if get_backend(backend).batch_invariant:
         return ""

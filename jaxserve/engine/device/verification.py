@@ -1,11 +1,11 @@
-"""Which drafted tokens are right: those that equal what is sampled before them.
+"""Which drafted tokens are right: those that equal the tokens sampled before them.
 
-A step with drafts has logits of several tokens of a row: of its newest one and of the drafts behind
-it. A token is sampled behind each, with the noise of its own place in the output. They stand as far
-as each draft is the token that was sampled before it, and the first that is not stands in for it.
-So the text is what it is without drafts, whether it is greedy or drawn (Leviathan et al., "Fast
-inference from transformers via speculative decoding", ICML 2023, section 2, where the draft has
-probability 1).
+A step with drafts has logits of several tokens of a row: of its newest token and of the drafts
+after it. A token is sampled after each, with the noise of its own position in the output. Sampled
+tokens are accepted as long as each draft equals the token sampled before it; the first one that
+differs replaces its draft. So the text is the same as without drafts, whether it is greedy or drawn
+(Leviathan et al., "Fast inference from transformers via speculative decoding", ICML 2023, section
+2, where the draft has probability 1).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Checked:
 
     @property
     def depth(self) -> jax.Array:
-        """How many drafts each has up to itself, int32 [P]."""
+        """Number of drafts of its row up to each token, int32 [P]."""
         at = jnp.arange(len(self.follows), dtype=jnp.int32)
         return at - lax.cummax(jnp.where(self.follows, 0, at))
 
     def drafts(self, padding: int) -> jax.Array:
-        """The drafts up to each token, itself included, int32 [P, MOST], with `padding` where there
-        are fewer."""
+        """The drafts up to and including each token, int32 [P, MOST], with `padding` if there are
+        fewer."""
         places = jnp.arange(len(self.follows), dtype=jnp.int32)[:, None] - jnp.arange(MOST)
         there = jnp.arange(MOST) < self.depth[:, None]
         return jnp.where(there, self.inputs[jnp.maximum(places, 0)], padding)
 
     def stand(self, tokens: jax.Array) -> Standing:
-        """What stands of the tokens that were sampled behind each, int32 [P]."""
+        """Which of the tokens sampled after each, int32 [P], are accepted."""
         before = jnp.roll(tokens, 1)
         wrong = jnp.cumsum(self.follows & (self.inputs != before))
         depth = self.depth
@@ -60,7 +60,7 @@ class Standing(NamedTuple):
     """Attributes:
     stands: bool [P], which of the sampled tokens are part of the output.
     last: bool [P], which are the last of their row.
-    depth: int32 [P], how many of the row are before each.
+    depth: int32 [P], number of tokens of the row before each.
     """
 
     stands: jax.Array
@@ -69,7 +69,7 @@ class Standing(NamedTuple):
 
 
 def checked_tokens(fields: dict[str, jax.Array], tokens: jax.Array) -> Checked:
-    """Of a batch that `Layout.unpack` returned. tokens: int32 [T], the step's input."""
+    """The checked tokens of a batch from `Layout.unpack`. tokens: int32 [T], the step's input."""
     at = fields["last"]
     row = fields["token_row"][at]
     same = (row == jnp.roll(row, 1)).at[0].set(False)

@@ -1,4 +1,4 @@
-"""What every drafter can do."""
+"""The interface of drafters."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from jaxserve.engine.drafts.draft import Draft
 
 
 class Drafter(Protocol):
-    """Guesses how one continuation goes on. Used by one thread at a time.
+    """Guesses how a continuation goes on. Used by one thread at a time.
 
     Attributes:
-        name: under which its drafts are counted.
+        name: name under which its drafts are counted.
     """
 
     name: str
 
     def append(self, token: int) -> None:
-        """The next token of the output is known."""
+        """Takes the next token of the output."""
 
     def propose(self, most: int) -> Draft | None:
-        """At most `most` tokens, at least 1, that follow all known ones; None without a guess."""
+        """At most `most` tokens, at least 1, that follow all known tokens; None without a guess."""

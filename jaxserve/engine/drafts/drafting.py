@@ -1,4 +1,4 @@
-"""All drafters of a continuation together, and what they know of earlier ones."""
+"""All drafters of a continuation together, and the earlier outputs that they use."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from jaxserve.engine.drafts.prediction import PREDICTION, Prediction
 from jaxserve.engine.drafts.token_index import END, TokenIndex
 from jaxserve.engine.text.matcher import Matcher
 
-# The most tokens of prompt and output in which a continuation looks, at first the last 16,384 of
-# its prompt: 384 KiB.
+# Most tokens of prompt and output that a continuation searches, initially the last 16,384 of its
+# prompt: 384 KiB.
 KNOWN = 32_768
-# The most tokens of a tenant's earlier outputs (of one salt): 768 KiB; and of how many tenants, the
-# last to ask: 48 MiB in all.
+# Most tokens of a tenant's earlier outputs (with one salt): 768 KiB; and most tenants, the latest
+# to ask: 48 MiB in total.
 EARLIER, TENANTS = 65_536, 64
 
 DRAFTERS = (GRAMMAR, PREDICTION, PROMPT_LOOKUP, EARLIER_OUTPUTS)
-"""The names of all."""
+"""The names of all drafters."""
 
 
 class Drafting:
-    """Drafts for one continuation. Of the engine's thread.
+    """Drafts for one continuation. Used on the engine's thread.
 
     Args:
         prompt: its tokens.
         outputs: the tenant's earlier outputs.
         prediction: the likely output; empty without one.
-        matcher: its state in the grammar, to which its owner feeds all tokens; None without one.
+        matcher: its state in the grammar, which its owner advances; None without one.
     """
 
     def __init__(
@@ -52,22 +52,22 @@ class Drafting:
         ]
 
     def append(self, token: int) -> None:
-        """The next token of the output is known."""
+        """Takes the next token of the output."""
         self._known.append(token)
         for one in self._drafters:
             one.append(token)
 
     def propose(self, most: int, estimate: Callable[[str, int], float]) -> Draft | None:
-        """The best draft of the next tokens; a certain one if there is one. Under a grammar, it
-        allows each.
+        """The best draft of the next tokens; a certain one if there is one. Under a grammar, the
+        grammar allows all of its tokens.
 
         Args:
-            most: tokens, none if below 1.
+            most: most tokens; no draft if below 1.
             estimate: the probability that the first token of a draft with this source and strength
-                is right.
+            is right.
 
         Returns:
-            None if nobody has a guess.
+            None if no drafter has a guess.
         """
         if most < 1:
             return None
@@ -89,7 +89,7 @@ class Drafting:
         return None
 
     def end(self, output_tokens: Sequence[int]) -> None:
-        """The continuation has ended. Later ones of the tenant find its output."""
+        """The continuation has ended; later ones of the tenant may find its output."""
         if output_tokens:
             self._outputs.extend((*output_tokens, END))
 
@@ -97,12 +97,12 @@ class Drafting:
 class Drafts:
     """Drafts for an engine's continuations.
 
-    What a tenant's requests find of its earlier outputs is found by nobody else, and none can tell
-    by the time what others were given: as with the keys of blocks (`block_keys.py`), by tenant,
-    salt and adapter.
+    The earlier outputs of a tenant are searched only for its own requests, so that no tenant can
+        tell from times what others were given: as with the keys of blocks (`block_keys.py`), by
+        tenant, salt and adapter.
 
     Args:
-        shared: whether tenants find what others have.
+        shared: whether tenants share earlier outputs.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -119,12 +119,12 @@ class Drafts:
         matcher: Matcher | None = None,
         adapter: bytes = b"",
     ) -> Drafting:
-        """Drafts for a new continuation. Any thread may ask; it indexes the prompt.
+        """Drafts for a new continuation. Indexes the prompt. Any thread may ask.
 
         Args:
             prompt: its tokens.
-            tenant: as `Request.tenant`.
-            salt: as `Request.cache_salt`.
+            tenant: see `Request.tenant`.
+            salt: see `Request.cache_salt`.
             prediction: the likely output; empty without one.
             matcher: its state in the grammar; None without one.
             adapter: digest of the adapter that writes it; empty for the base model.

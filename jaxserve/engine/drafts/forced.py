@@ -1,4 +1,4 @@
-"""Drafts of what a grammar says, where it leaves no choice."""
+"""Drafts of tokens for which a grammar leaves no choice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Forced:
     """A drafter for a continuation under a grammar. Its drafts are certain.
 
     Args:
-        matcher: after all known tokens, which its owner feeds to it.
+        matcher: the state after all known tokens, advanced by its owner.
     """
 
     name = GRAMMAR

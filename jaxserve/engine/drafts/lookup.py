@@ -1,4 +1,4 @@
-"""Drafts of what followed the last time that the text was as it is now."""
+"""Drafts of the tokens that followed an earlier occurrence of the text's end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LEAST = 2  # tokens of a match
 
 
 class Lookup:
-    """A drafter that looks up the end of what is known. It goes on where it found the last match,
-    if that still holds, so a long one is not lost where its last two tokens are frequent.
+    """A drafter that looks up the end of the known text. It continues at its last match as long as
+    that holds, so a long match is not lost if its last two tokens are frequent.
 
     Args:
-        name: its name.
-        index: where it looks; other tokens may come to it at any time.
-        known: prompt and output so far, to which each token comes before it comes to `append`.
+        name: name of the drafter.
+        index: the searched tokens, which may grow at any time.
+        known: prompt and output so far; each token is added to it before it comes to `append`.
     """
 
     def __init__(self, name: str, index: TokenIndex, known: TokenIndex) -> None:

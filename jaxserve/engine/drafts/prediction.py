@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from jaxserve.engine.drafts.draft import Draft, strength_of
 
 PREDICTION = "prediction"
-MOST_TOKENS = 65_536  # of a prediction that are used, 4 bytes each
-AHEAD = 1024  # tokens in which it is looked for the place where the output goes on
-FIRM = 4  # tokens that are as predicted, from which on that was no chance
+MOST_TOKENS = 65_536  # used tokens of a prediction, 4 bytes each
+AHEAD = 1024  # tokens that are searched for the place where the output continues
+FIRM = 4  # predicted tokens in a row that are no coincidence
 _TRIES = 8
 
 
 class Prediction:
-    """A drafter that follows a prediction from its beginning. Where the output is not what was
-    predicted, it goes on at the nearest place where the last two tokens are, after the last place
-    at which prediction and output were the same for several.
+    """A drafter that follows a prediction from its beginning. If the output differs from it, the
+    drafter continues at the nearest place of the last two tokens, after the last place at which
+    prediction and output agreed for several tokens.
 
     Args:
         tokens: the likely output; used up to MOST_TOKENS.
@@ -28,7 +28,7 @@ class Prediction:
     def __init__(self, tokens: Sequence[int]) -> None:
         self._bytes = array("i", tokens[:MOST_TOKENS]).tobytes()
         self._tokens = memoryview(self._bytes).cast("i")
-        self._next, self._run = 0, 0  # what is expected, and how many were as predicted before it
+        self._next, self._run = 0, 0  # expected index, and number of tokens in a row that agreed
         self._firm, self._last = 0, -1
         self._lost = False
 
@@ -53,7 +53,7 @@ class Prediction:
         return Draft(tuple(tokens), self.name, strength_of(self._run))
 
     def _find(self, pair: bytes) -> None:
-        """Goes on after the pair's nearest place, if there is one."""
+        """Continues after the pair's nearest occurrence, if there is one."""
         at, end = 4 * self._firm, 4 * (self._firm + AHEAD)
         for _ in range(_TRIES):
             at = self._bytes.find(pair, at, end)
@@ -62,4 +62,4 @@ class Prediction:
             if at % 4 == 0:
                 self._next, self._run, self._lost = at // 4 + 2, 2, False
                 return
-            at += 1  # it is there, but across tokens
+            at += 1  # not at a token boundary

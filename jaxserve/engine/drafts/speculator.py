@@ -11,18 +11,18 @@ from jaxserve.sched.speculation.choice import MOST
 
 
 class Speculator:
-    """Of the engine's thread.
+    """Used on the engine's thread.
 
     Args:
-        drafting: proposes.
-        rates: how often what was proposed was right.
+        drafting: proposes drafts.
+        rates: how often proposals were right.
         most: output tokens up to which it proposes.
 
     Attributes:
-        draft: the tokens that may follow all that are known; None without a guess. One more than a
-            step may have, as the first may be in flight.
+        draft: the tokens that may follow all known ones; None without a guess. One more than a step
+        may have, as the first may be in flight.
         drafted: drafted tokens that were computed.
-        accepted: those of them that were right.
+        accepted: drafted tokens that were right.
     """
 
     def __init__(self, drafting: Drafting, rates: RequestRates, most: int) -> None:
@@ -32,7 +32,7 @@ class Speculator:
 
     @property
     def acceptance(self) -> float:
-        """How likely the first token of the draft is right."""
+        """The probability that the first token of the draft is right."""
         if self.draft is None:
             return 0.0
         if self.draft.certain:
@@ -41,16 +41,16 @@ class Speculator:
 
     @property
     def guesses(self) -> tuple[int, int]:
-        """Tokens of which there was a draft, taken or not, and those that were as drafted."""
+        """Tokens for which there was a draft, used or not, and how many were as drafted."""
         return self._rates.guessed, self._rates.right
 
     def checked(self, drafted: int, accepted: int) -> None:
-        """So many drafted tokens were computed, and so many of them right."""
+        """Counts the drafted tokens that were computed, and those that were right."""
         self.drafted += drafted
         self.accepted += accepted
 
     def receive(self, tokens: Sequence[int]) -> None:
-        """The next tokens of the output are known: learns from them, and proposes what follows."""
+        """Takes the next tokens of the output: learns from them, and proposes what follows."""
         draft = self.draft
         for guess, token in zip(() if draft is None else draft.tokens, tokens, strict=False):
             assert draft is not None
