@@ -15,6 +15,7 @@ from jaxserve.engine.startup.blueprint import build_programs
 from tests.engine.harness import (
     SAMPLING,
     SHAPES,
+    box,
     engine,
     generate,
     prompts,
@@ -50,6 +51,20 @@ def roomy(engines: Engines) -> Iterator[Engine]:
     """The shared OPT engine; idle before and after."""
     yield engines("opt")
     wait_until_idle(engines("opt"))
+
+
+@pytest.fixture(scope="session")
+def boxed() -> Iterator[Engine]:
+    """The model in the box, with memory for everything, shared by all tests."""
+    with box() as running:
+        yield running
+
+
+@pytest.fixture
+def on(boxed: Engine) -> Iterator[Engine]:
+    """The same; idle before and after."""
+    yield boxed
+    wait_until_idle(boxed)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxserve
 from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
@@ -106,6 +107,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 SCARCE = {"cache__num_blocks": 36, "scheduler__max_rows": 8}  # whoever preempts, does
+BOX = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"  # the model in the box
 
 
 def write_shape(folder: Path, family: str) -> Path:
@@ -154,6 +156,11 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
     assert stats.waiting == stats.running == 0
     if config.engine.forbid_compile:
         assert stats.compiles_after_warmup == 0
+
+
+def box(**fields: Any) -> AbstractContextManager[Engine]:
+    """The same of the model in the box."""
+    return engine(BOX, model__load_format="auto", **fields)
 
 
 _timed: dict[Hashable, LinearCostModel] = {}
@@ -230,6 +237,25 @@ class Stream:
     @property
     def reason(self) -> FinishReason | None:
         return self.last().finish_reason
+
+
+class Gate:
+    """A callback in which the engine's thread waits, from the first output on, until `open`."""
+
+    def __init__(self) -> None:
+        self._inside, self._open = threading.Event(), threading.Event()
+
+    def __call__(self, output: Output) -> None:
+        self._inside.set()
+        assert self._open.wait(TIMEOUT)
+
+    def reached(self) -> None:
+        """Waits until the engine waits."""
+        assert self._inside.wait(TIMEOUT), "nothing was said"
+
+    def open(self) -> None:
+        """Lets it go on, for good."""
+        self._open.set()
 
 
 _names = iter(range(10**9))

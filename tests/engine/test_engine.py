@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from pathlib import Path
@@ -11,12 +12,23 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.config import Config
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.engine.stats import Observer, RequestStats, StepStats
+from jaxserve.engine.startup.choices.engine_choices import choose
+from jaxserve.engine.stats import RequestStats, StepRecorder, StepStats
 from jaxserve.sched.request import InvalidRequest, Request, SamplingParams, Tier
-from tests.engine.harness import SCARCE, TIMEOUT, Stream, engine, generate, send, wait_until_idle
+from tests.engine.harness import (
+    SCARCE,
+    TIMEOUT,
+    Gate,
+    Stream,
+    engine,
+    generate,
+    send,
+    wait_until_idle,
+)
 
 
 @pytest.mark.promise(1)
@@ -32,15 +44,6 @@ def test_same_seed_same_text_whatever_else_runs(roomy: Engine) -> None:
     assert different != alone
 
 
-def test_greedy_and_sampled_rows_share_a_batch(roomy: Engine) -> None:
-    greedy = {"max_tokens": 40, "ignore_eos": True}
-    sampled = {**greedy, "temperature": 1.5, "seed": 3}
-    plain, noise = (generate(roomy, [[9, 8, 7]], **how)[0] for how in (greedy, sampled))
-    _, noisy = send(roomy, [9, 8, 7], **sampled)
-    assert generate(roomy, [[9, 8, 7]], **greedy)[0] == plain
-    assert noisy.wait().tokens() == noise != plain
-
-
 def test_n_continuations_use_seed_plus_index(roomy: Engine) -> None:
     sampling = {"max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     _, stream = send(roomy, [4, 5], n=3, seed=100, **sampling)
@@ -50,23 +53,14 @@ def test_n_continuations_use_seed_plus_index(roomy: Engine) -> None:
         assert stream.last(index).finish_reason == FinishReason.LENGTH
 
 
-def test_eos_and_stop_token_end_the_text(roomy: Engine) -> None:
-    free = generate(roomy, [[3, 4, 5]], max_tokens=20, ignore_eos=True)[0]
-    stop = free[6]
-    _, stream = send(roomy, [3, 4, 5], max_tokens=20, ignore_eos=True, stop_token_ids=(stop,))
-    stream.wait()
-    assert stream.tokens() == free[: free.index(stop) + 1]
-    assert stream.reason == FinishReason.STOP
-
-
-def test_min_tokens_holds_a_stop_off(roomy: Engine) -> None:
-    free = generate(roomy, [[3, 4, 5]], max_tokens=20, ignore_eos=True)[0]
-    _, stream = send(
-        roomy, [3, 4, 5], max_tokens=20, min_tokens=15, ignore_eos=True, stop_token_ids=(free[2],)
-    )
-    stream.wait()
-    assert len(stream.tokens()) > 15
-    assert free[2] not in stream.tokens()[:15]
+def test_a_stop_token_ends_the_text_but_not_before_min_tokens(roomy: Engine) -> None:
+    asked: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    free = generate(roomy, [[3, 4, 5]], **asked)[0]
+    stop = send(roomy, [3, 4, 5], **asked, stop_token_ids=(free[6],))[1].wait()
+    assert stop.tokens() == free[: free.index(free[6]) + 1]
+    assert stop.reason == FinishReason.STOP
+    late = send(roomy, [3, 4, 5], **asked, stop_token_ids=(free[2],), min_tokens=15)[1].wait()
+    assert len(late.tokens()) > 15 and free[2] not in late.tokens()[:15]
 
 
 @pytest.mark.promise(8)
@@ -144,12 +138,10 @@ def test_200_requests_with_random_cancels_leave_nothing_behind(shapes: dict[str,
 @pytest.mark.promise(12)
 def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
     with engine(shapes["opt"]) as running:
-        first = threading.Event()
-        name, stream = send(
-            running, [3] * 20, lambda _: first.set(), max_tokens=40, ignore_eos=True
-        )
-        assert first.wait(TIMEOUT)
+        name, stream = send(running, [3] * 20, gate := Gate(), max_tokens=40, ignore_eos=True)
+        gate.reached()
         running.cancel(name)
+        gate.open()
         assert stream.wait().reason == FinishReason.CANCELLED
         running.cancel(name)  # idempotent
         running.cancel("nobody")
@@ -165,18 +157,12 @@ def test_cancel_frees_blocks_within_one_step(shapes: dict[str, Path]) -> None:
 def test_a_full_queue_refuses_and_recovers(shapes: dict[str, Path]) -> None:
     with engine(shapes["opt"], scheduler__max_queue=1, **SCARCE) as running:
         # The engine thread waits in the callback, so nothing ends in between.
-        gate, inside = threading.Event(), threading.Event()
-
-        def hold(_: Output) -> None:
-            inside.set()
-            gate.wait(TIMEOUT)
-
-        streams = [send(running, [3], hold, max_tokens=4)[1]]
-        assert inside.wait(TIMEOUT)
+        streams = [send(running, [3], gate := Gate(), max_tokens=4)[1]]
+        gate.reached()
         streams += [send(running, [3], max_tokens=4)[1] for _ in range(8)]
         with pytest.raises(QueueFull, match="max_queue"):
             send(running, [3], max_tokens=4)
-        gate.set()
+        gate.open()
         for stream in streams:
             stream.wait()
         send(running, [3], max_tokens=4)[1].wait()
@@ -195,20 +181,33 @@ def test_bad_requests_never_reach_the_queue(roomy: Engine) -> None:
     assert not never.outputs
 
 
-def test_text_needs_a_tokenizer(roomy: Engine) -> None:
-    with pytest.raises(InvalidRequest, match="text"):
-        roomy.encode("hello")
+def test_cpus_need_no_other_steps_for_the_same_bits(shapes: dict[str, Path]) -> None:
+    """Other devices do: test_deterministic.py."""
+    with engine(shapes["opt"], engine__deterministic=True, **SCARCE) as running:
+        assert not any(layout.deterministic for layout in running.executor.buckets.all())
+        assert send(running, [5, 6], max_tokens=2, deterministic=True)[1].wait().reason
 
 
-class Recorder(Observer):
+def test_who_cannot_have_the_same_bits_is_refused(
+    roomy: Engine, shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"model__path": str(shapes["opt"]), "model__load_format": "random"}
+    config = Config().with_fields(**fields, engine__attention_backend="xla")
+    why = choose(config).kernels.not_deterministic
+    assert "kernels xla add up" in why
+    info = dataclasses.replace(roomy.info(), not_deterministic=why)
+    monkeypatch.setattr(roomy, "_info", info)
+    with pytest.raises(InvalidRequest, match="kernels xla add up") as error:
+        send(roomy, [5, 6], max_tokens=2, deterministic=True)
+    assert error.value.field_name == "deterministic"
+
+
+class Recorder(StepRecorder):
     def __init__(self) -> None:
-        self.steps: list[StepStats] = []
+        super().__init__()
         self.firsts: list[float] = []
         self.gaps: list[float] = []
         self.ends: list[RequestStats] = []
-
-    def on_step(self, stats: StepStats) -> None:
-        self.steps.append(stats)
 
     def on_first_token(self, ttft: float, tier: Tier) -> None:
         self.firsts.append(ttft)
@@ -221,11 +220,10 @@ class Recorder(Observer):
 
 
 def test_observers_see_everything(shapes: dict[str, Path]) -> None:
-    with engine(shapes["llama"]) as running:
+    with engine(shapes["opt"]) as running:
         recorder = Recorder()
         running.add_observer(recorder)
-        texts = generate(running, [[3] * 10, [4] * 20, [5]], max_tokens=7, ignore_eos=True)
-    assert [len(t) for t in texts] == [7, 7, 7]
+        generate(running, [[3] * 10, [4] * 20, [5]], max_tokens=7, ignore_eos=True)
     assert len(recorder.firsts) == 3 and len(recorder.gaps) == 18
     assert sum(s.num_tokens for s in recorder.steps) == 31 + 3 * 6
     assert all(s.padded_tokens >= s.num_tokens for s in recorder.steps)
@@ -255,8 +253,8 @@ def check_the_times(steps: list[StepStats], running: Engine) -> None:
 
 
 def test_a_thread_that_slept_says_how_long_it_took_to_wake_up(shapes: dict[str, Path]) -> None:
-    with engine(shapes["llama"]) as running:
-        recorder, asleep = Recorder(), threading.Event()
+    with engine(shapes["opt"]) as running:
+        recorder, asleep = StepRecorder(), threading.Event()
         wait_for = running._wake.wait_for
 
         def waiting(*args: Any, **kwargs: Any) -> bool:

@@ -13,7 +13,6 @@ import pytest
 from jaxserve.engine import failures
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.failures import IN_VAIN
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.startup.finite_check import warn_of_overflow
 from jaxserve.models.families.opt import POSITION_OFFSET
@@ -88,16 +87,6 @@ def test_it_fails_alone_and_is_counted(
     assert after.request_failures == before.request_failures + len(victims)
     assert after.step_failures == before.step_failures
     assert any(SAID in line and "\n" not in line for line in told)
-
-
-def test_more_of_them_than_failed_steps_that_an_engine_survives(
-    poisoned: Engine, alone: Texts
-) -> None:
-    for _ in range(IN_VAIN + 2):
-        assert send(poisoned, [7] * 50, max_tokens=2)[1].wait().reason is FinishReason.ERROR
-    assert (
-        generate(poisoned, prompts()[:1], max_tokens=4, ignore_eos=True)[0] == (alone("opt")[0][:4])
-    )
 
 
 def test_what_was_theirs_in_the_cache_hurts_nobody(roomy: Engine, alone: Texts) -> None:

@@ -90,9 +90,9 @@ def second(engines: Engines, alone: Texts) -> list[list[int]]:
     return [generate(engines("opt"), [prompt], **SHORT)[0] for prompt in asked]
 
 
-# All that a batch may look like, and who moves caches; that every policy finds what there is, and
-# frees what nobody reads, is in tests/sched/cache/test_policies_share.py.
-POLICIES = ("sarathi", "vllm", "accelgen", "goodput", "fastgen", "aptserve", "qoserve", "bros")
+# Chunks, whole prompts, caches of both kinds, and blocks filled from both ends; that every policy
+# finds what there is, and frees what nobody reads, is in tests/sched/cache/test_policies_share.py.
+POLICIES = ("sarathi", "vllm", "aptserve", "bros")
 
 
 @pytest.mark.promise(3)
@@ -133,7 +133,7 @@ def test_text_of_hidden_vectors(
 
 
 @pytest.mark.promise(3)
-@pytest.mark.parametrize("policy", ["sarathi", "goodput", "accelgen", "aptserve", "vllm"])
+@pytest.mark.parametrize("policy", ["sarathi", "aptserve"])
 def test_text_from_host_memory(
     shapes: dict[str, Path],
     alone: Texts,
@@ -262,22 +262,19 @@ def test_what_a_request_that_failed_has_written_is_not_found(
     assert cached(reusing, prompt) == (text, 20)
 
 
-def test_a_failed_step_is_not_found_again(
-    shapes: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompt = [9 + i % 3 for i in range(16)]
-    with engine(shapes["opt"], **REUSE) as running:
-        text = cached(running, prompt)[0]
-        assert cached(running, prompt)[1] == 12
-        submit = type(running.executor).submit
+def test_a_failed_step_is_not_found_again(reusing: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt, kind = [9 + i % 3 for i in range(16)], type(reusing.executor)
+    text = cached(reusing, prompt)[0]
+    assert cached(reusing, prompt)[1] == 12
+    submit = kind.submit
 
-        def fails(*_: Any, **__: Any) -> Any:
-            monkeypatch.setattr(type(running.executor), "submit", submit)
-            raise ValueError("a step fails")
+    def fails(*_: Any, **__: Any) -> Any:
+        monkeypatch.setattr(kind, "submit", submit)
+        raise ValueError("a step fails")
 
-        monkeypatch.setattr(type(running.executor), "submit", fails)
-        assert send(running, prompt, **SHORT)[1].wait().last().error
-        assert cached(running, prompt) == (text, 0), "who knows what it has written"
+    monkeypatch.setattr(kind, "submit", fails)
+    assert send(reusing, prompt, **SHORT)[1].wait().last().error
+    assert cached(reusing, prompt) == (text, 0), "who knows what it has written"
 
 
 def test_counts_are_of_prompts_when_they_start(reusing: Engine) -> None:

@@ -222,18 +222,31 @@ def test_a_recording_knows_what_experts_take_and_older_ones_of_none(tmp_path: Pa
     assert replay.read(path).header == HEADER
 
 
-def test_the_file_of_another_start_is_kept_and_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("earlier", "note"),
+    [
+        (
+            first_line(dataclasses.replace(HEADER, began="earlier"), 0.0),
+            " is of another start of the server: left out",
+        ),
+        (
+            json.dumps({"recording": 0}),
+            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9: left out",
+        ),
+    ],
+)
+def test_the_file_that_was_there_is_kept_and_left_out(
+    tmp_path: Path, earlier: str, note: str
+) -> None:
     path = tmp_path / "served.jsonl"
-    path.write_text(first_line(dataclasses.replace(HEADER, began="earlier"), 0.0))
+    path.write_text(earlier)
     story = Story(path)
     story.arrive(0)
-    for _ in range(12):
-        story.step(0)
-    story.end(0, 12)
+    story.step(0)
     story.over()
     recording = replay.read(path)
-    assert recording.notes == (f"{older(path)} is of another start of the server: left out",)
-    assert replay.read(older(path)).header.began == "earlier"
+    assert len(recording.steps) == 1 and recording.notes == (f"{older(path)}{note}",)
+    assert older(path).read_text() == earlier
 
 
 def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
@@ -293,20 +306,6 @@ def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, l
     )
     assert workload.guess_share.tolist() == [0.0]
     assert workload.max_tbt.tolist() == [np.inf if version == 4 else 7.0]
-
-
-def test_what_was_there_before_and_is_no_recording_is_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "served.jsonl"
-    path.write_text(json.dumps({"recording": 0}))
-    story = Story(path)
-    story.arrive(0)
-    story.step(0)
-    story.over()
-    recording = replay.read(path)
-    assert len(recording.steps) == 1
-    (note,) = recording.notes
-    known = "this version reads 4, 5, 6, 7, 8, 9"
-    assert note == f"{older(path)}: recording format 0, {known}: left out"
 
 
 def test_adapters_are_numbers(tmp_path: Path) -> None:

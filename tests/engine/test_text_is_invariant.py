@@ -18,24 +18,21 @@ from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import SLO, Request
 from jaxserve.sched.state.request_table import State
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
-from tests.engine.conftest import Engines, Texts
-from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, send, wait_until_idle
+from tests.engine.conftest import Texts
+from tests.engine.harness import SAMPLING, SCARCE, engine, generate, prompts, send
 
-FAMILIES = ("opt", "llama", "moe")
-# What is done to the requests; "alone" is what the others must equal.
+# What is done to the requests; "alone" is what the others must equal. tests/exact has more of it,
+# by the bits, and for models of every kind.
 TREATMENTS: dict[str, dict[str, Any]] = {
-    "vllm": {"scheduler__policy": "vllm"},
     "without overlap": {"engine__overlap": False},
     "chunks of 5": {"scheduler__max_prefill_tokens": 5},
-    "chunks of 1": {"scheduler__max_prefill_tokens": 1},
     "preempted": {**SCARCE, "scheduler__policy": "vllm"},
     "preempted in chunks": {**SCARCE, "scheduler__max_prefill_tokens": 7},
-    "blocks of 16": {"cache__block_size": 16, "scheduler__max_rows": 8},
 }
 PREEMPTING = ("preempted", "preempted in chunks")
-# Whether it preempts where memory is scarce. With sarathi and vllm above, and Apt-Serve's in
-# test_aptserve_serving.py, all that a batch may look like; the other policies order the same, and
-# the slow lane has all of them (policies/test_every_policy.py).
+# Whether it preempts where memory is scarce. With sarathi and vllm above, and Apt-Serve's below,
+# all that a batch may look like; the others order the same, and the slow lane has all of them
+# (test_every_policy.py).
 POLICIES = {
     "sarathi_nocp": True,
     "accelgen": True,
@@ -50,42 +47,42 @@ POLICIES = {
 
 
 @pytest.mark.promise(1)
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("count", [7, 32])
-def test_batch_size(engines: Engines, alone: Texts, family: str, count: int) -> None:
-    on = engines(family)
-    assert generate(on, prompts(count), **SAMPLING) == alone(family)[:count]
-    wait_until_idle(on)
+def test_all_at_once(roomy: Engine, alone: Texts) -> None:
+    texts = generate(roomy, prompts(), **SAMPLING)
+    assert texts == alone("opt")
+    assert len({tuple(t) for t in texts}) > 16, "the model says too little to tell texts apart"
 
 
 @pytest.mark.promise(1)
-@pytest.mark.parametrize(
-    ("family", "treatment"),
-    [
-        *(("opt", treatment) for treatment in TREATMENTS if treatment != "chunks of 1"),
-        pytest.param("opt", "chunks of 1", marks=pytest.mark.slow),
-        *(("llama", treatment) for treatment in ("preempted in chunks", "blocks of 16")),
-        ("moe", "preempted in chunks"),
-        pytest.param("deepseek", "preempted in chunks", marks=pytest.mark.slow),
-    ],
-)
-def test_treatment(shapes: dict[str, Path], alone: Texts, family: str, treatment: str) -> None:
-    with engine(shapes[family], **TREATMENTS[treatment]) as running:
-        texts = generate(running, prompts(), **SAMPLING)
-        preemptions = running.stats().preemptions
-    assert texts == alone(family)
-    assert len({tuple(t) for t in texts}) > 16, "the model says too little to tell texts apart"
-    assert (preemptions > 0) == (treatment in PREEMPTING)
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_treatment(shapes: dict[str, Path], alone: Texts, treatment: str) -> None:
+    with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
+        assert generate(running, prompts(), **SAMPLING) == alone("opt")
+        assert (running.stats().preemptions > 0) == (treatment in PREEMPTING)
 
 
 @pytest.mark.promise(2)
 def test_policies(shapes: dict[str, Path], alone: Texts, one_executor: None) -> None:
-    expected = alone("opt")
+    expected = alone("opt")[:16]
     for policy, preempts in POLICIES.items():
         with engine(shapes["opt"], scheduler__policy=policy, **SCARCE) as running:
             assert running.info().policy == policy
-            assert generate(running, prompts(), **SAMPLING) == expected, policy
+            assert generate(running, prompts(16), **SAMPLING) == expected, policy
             assert (running.stats().preemptions > 0) == preempts, policy
+
+
+@pytest.mark.promise(2)
+def test_both_kinds_of_cache_under_load(shapes: dict[str, Path], alone: Texts) -> None:
+    counted: list[dict[tuple[str, str], int]] = []
+    fields = {"scheduler__policy": "aptserve", "cache__rho": "1e-7", **SCARCE}
+    with engine(shapes["opt"], **fields) as running:
+        streams = [
+            send(running, prompt, lambda _: counted.append(running.stats().blocks), **SAMPLING)[1]
+            for prompt in prompts()
+        ]
+        assert [stream.wait().tokens() for stream in streams] == alone("opt")
+        assert running.stats().preemptions > 0
+    assert any(blocks["hidden", "realtime"] and blocks["kv", "realtime"] for blocks in counted)
 
 
 def test_every_kind_of_batch_is_served() -> None:
@@ -99,18 +96,6 @@ def test_every_kind_of_batch_is_served() -> None:
 
     served = {kind(name) for name in (*POLICIES, "sarathi", "vllm", "aptserve")}
     assert {kind(e.name) for e in policies().values() if e.deployable} == served
-
-
-@pytest.mark.promise(1)
-@pytest.mark.parametrize("treatment", PREEMPTING)
-def test_seeded_text_survives_preemption(
-    shapes: dict[str, Path], roomy: Engine, treatment: str
-) -> None:
-    sampling = {**SAMPLING, "temperature": 1.0, "seed": 5, "frequency_penalty": 0.5}
-    expected = generate(roomy, prompts(), **sampling)
-    with engine(shapes["opt"], **TREATMENTS[treatment]) as running:
-        assert generate(running, prompts(), **sampling) == expected
-        assert running.stats().preemptions > 0
 
 
 class GivingUp(Policy):

@@ -13,8 +13,7 @@ import pytest
 from jaxserve.pallas_kernels.cpu import numba_ffi
 from jaxserve.sched.request import Grammar
 from tests.engine.drafts.conftest import Known
-from tests.engine.drafts.test_text import BOX
-from tests.engine.harness import engine, wait_until_idle
+from tests.engine.harness import BOX, engine, wait_until_idle
 from tests.engine.lora import peft
 from tests.exact.conftest import Quietly
 from tests.exact.questions import Question, alone, differing, together

@@ -1,10 +1,11 @@
 """Steps with hidden rows: the same logits however many rows there is room for, and no K and V made
-that nobody keeps."""
+that nobody keeps; and what steps are compiled with on each platform."""
 
 from __future__ import annotations
 
 import functools
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,10 +16,10 @@ import pytest
 from jaxserve.engine.device.batch_layout import Layout, Rows
 from jaxserve.engine.device.model_step import make_model_step
 from jaxserve.engine.device.sampling_state import Newest
-from jaxserve.engine.device.step_model import StepModel
+from jaxserve.engine.device.step_model import StepModel, compiler_options
 from jaxserve.models.base import Family, ModelConfig, Params
 from jaxserve.models.registry import family_for
-from jaxserve.pallas_kernels import HIDDEN, KV, make_pool, pool_format
+from jaxserve.pallas_kernels import HIDDEN, KV, format_of, make_pool, pool_format
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.weights import load_params
 from tests.compiling import OPTIMISED
@@ -134,3 +135,15 @@ def test_packed_rows_are_in_the_order_that_steps_count_on() -> None:
     kinds = Layout(32, ROWS, WIDTH, ROWS, False, ROWS).views(packed.buffer)["kind"]
     assert kinds.tolist() == [HIDDEN] * 3 + [KV] * (ROWS - 4) + [HIDDEN]
     assert packed.order[-1] == ROWS - 1
+
+
+@pytest.mark.parametrize(("platform", "told"), [("cuda", True), ("gpu", True), ("tpu", False)])
+def test_gpus_are_told_to_compute_nothing_twice(platform: str, told: bool) -> None:
+    devices = [SimpleNamespace(platform=platform)]
+    pool_format: Any = SimpleNamespace(sharding=SimpleNamespace(device_set=devices))
+    assert ("rematerialization" in compiler_options(pool_format).values()) == told
+
+
+def test_a_cpu_is_told_nothing() -> None:
+    assert jax.devices()[0].platform == "cpu"
+    assert compiler_options(format_of(jnp.float32, jnp.zeros((2, 3)).sharding)) == {}

@@ -76,8 +76,9 @@ def staged() -> int:
     return sum({piece.unsafe_buffer_pointer(): len(piece) for piece in pieces}.values())
 
 
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("count", [3, LARGEST, 5 * LARGEST + 7])
+@pytest.mark.parametrize(
+    ("pinned", "count"), [(False, 3), (True, LARGEST), (False, 5 * LARGEST + 7), (True, 300)]
+)
 def test_what_was_saved_comes_back_elsewhere(pinned: bool, count: int) -> None:
     mover, pool = make_mover(pinned), filled()
     source, target = places(0, count), places(1600, count)
@@ -101,10 +102,9 @@ def test_a_cpu_has_no_other_memory_to_pin() -> None:
     assert has_pinned(device)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_many_go_at_once_and_come_back_in_any_order(mover: Mover, seed: int) -> None:
+def test_many_go_at_once_and_come_back_in_any_order(mover: Mover) -> None:
     """In pieces that begin and end anywhere in them."""
-    rng, pool = np.random.default_rng(seed), filled()
+    rng, pool = np.random.default_rng(0), filled()
     counts = rng.integers(1, 120, 12)
     source, behind = places(0, int(counts.sum())), np.cumsum(counts)
     expected = {

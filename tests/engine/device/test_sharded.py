@@ -1,5 +1,5 @@
 """Tensor parallelism changes neither logits, those of prompts included, nor greedy text, few KV
-heads and hidden caches included."""
+heads, hidden caches and adapters included."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def test_shards_agree(tmp_path: Path, family: str) -> None:
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     whole = report["1"]
     assert report.keys() == set(map(str, sharded_main.SHARDS))
+    texts = {tuple(one["tokens"]) for one in whole}
+    assert len(texts) > 2 * len(sharded_main.PROMPTS), "adapters change the text"
     for cut in (report[shards] for shards in report if shards != "1"):
         for one, other in zip(whole, cut, strict=True):
             assert one["tokens"] == other["tokens"]

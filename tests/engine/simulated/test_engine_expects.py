@@ -96,9 +96,7 @@ def test_in_an_overload(tmp_path: Path) -> None:
         assert len(times) == len(everybody.token_times[number])
 
 
-@pytest.mark.parametrize(
-    ("policy", "overlap"), [("sarathi", True), ("bros", False), ("fastserve", True)]
-)
+@pytest.mark.parametrize(("policy", "overlap"), [("bros", False), ("fastserve", True)])
 def test_once_all_have_ended_nobody_waits(tmp_path: Path, policy: str, overlap: bool) -> None:
     told: Any = Told(tmp_path, load(30.0, 40), np.inf, policy, overlap=overlap)
     backlog = told.engine._ttft_estimator._latest[1]._backlog

@@ -1,4 +1,5 @@
-"""What cannot be served is said in one line, before anything is compiled."""
+"""What cannot be served is said in one line, before anything is compiled; what can be is compiled
+once."""
 
 from __future__ import annotations
 
@@ -13,7 +14,6 @@ import jax
 import pytest
 
 from jaxserve.config import Config, ConfigError, SchedulerConfig
-from jaxserve.engine.device import model_step
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.startup import blueprint, build, compilation_cache
 from jaxserve.engine.startup.choices import (
@@ -29,6 +29,12 @@ from tests.engine.harness import SHAPES, engine, write_shape
 from tests.models.fixtures import hf_config
 
 
+def config_of(shape: Path, **fields: Any) -> Config:
+    """Of a model with random weights."""
+    given = {"model__path": str(shape), "model__load_format": "random", **fields}
+    return Config().with_fields(engine__compilation_cache_dir="", **given)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -40,12 +46,8 @@ from tests.models.fixtures import hf_config
         ({"model.path": "", "model.preset": "opt-999b"}, "opt-999b"),
         ({"model.dtype": "int8"}, "model.dtype must be auto or one of"),
         ({"scheduler.policy": "fcfs"}, "scheduler.policy: there is no policy 'fcfs'"),
-        (
-            {"scheduler.policy": "rank_o"},
-            "scheduler.policy: rank_o knows how long outputs will get",
-        ),
+        ({"scheduler.policy": "rank_o"}, "policy: rank_o knows how long outputs will get"),
         ({"scheduler.policy": "vllm+ef"}, r"scheduler.policy: vllm\+ef knows .* simulations only"),
-        ({"scheduler.policy": "oracle"}, "scheduler.policy: oracle knows .* simulations only"),
         ({"scheduler.policy": "no/such.py:mine"}, "there is no policy file no/such.py"),
         (
             {"scheduler.policy": "vllm:watermark=x"},
@@ -60,7 +62,6 @@ from tests.models.fixtures import hf_config
             {"scheduler.max_rows": 65},
             r"scheduler.max_rows \(65\) must be at most scheduler.max_batch_tokens \(64\)",
         ),
-        ({"scheduler.policy": ","}, "scheduler.policy: there is no policy ','"),
         ({"scheduler.max_prefill_tokens": 999}, "scheduler.max_prefill_tokens"),
         ({"scheduler.max_queue": -1}, "scheduler.max_queue must be at least 0, got -1"),
         (
@@ -68,7 +69,6 @@ from tests.models.fixtures import hf_config
             r"scheduler.max_queue and scheduler.max_rows together must be at most \d+, as the \d+ "
             r"bytes kept of each request take 1 GiB then; got 1000000000000 \+ 32",
         ),
-        ({"scheduler.seed": -1}, "scheduler.seed must be 0 to 2147483647, got -1"),
         ({"scheduler.seed": 2**31}, "scheduler.seed must be 0 to 2147483647"),
         ({"scheduler.profile": "/no/such.json"}, "scheduler.profile: /no/such.json: No such file"),
         (
@@ -87,14 +87,11 @@ from tests.models.fixtures import hf_config
         ({"engine.record": "x", "engine.record_mib": 0}, "engine.record_mib must be at least 1"),
         ({"engine.token_buckets": (8,)}, r"engine\.token_buckets must reach"),
         ({"cache.block_size": -1}, "cache.block_size must be at least 0, got -1"),
-        ({"cache.num_blocks": -1}, "cache.num_blocks must be at least 2"),
         ({"cache.num_blocks": 1}, "cache.num_blocks must be at least 2"),
-        ({"cache.memory_gib": float("inf")}, "cache.memory_gib must be"),
         ({"cache.memory_gib": float("nan")}, "cache.memory_gib must be"),
         ({"cache.memory_gib": 1e9}, "cache.memory_gib: .* asked for, but .* leave"),
         ({"engine.max_model_len": 1}, "engine.max_model_len must be 2 to"),
         ({"mesh.tensor": 0}, "mesh.tensor must be at least 1, got 0"),
-        ({"mesh.tensor": -2}, "mesh.tensor must be at least 1"),
         ({"cache.memory_fraction": 0.0}, "cache.memory_fraction"),
         (
             {"cache.num_blocks": 10**12},
@@ -115,13 +112,8 @@ def test_config_errors(
         raise AssertionError("compiled before the config was checked")
 
     monkeypatch.setattr(JaxExecutor, "warmup", compiling)
-    config = Config().with_fields(
-        model__path=str(shapes["opt"]),
-        model__load_format="random",
-        engine__compilation_cache_dir="",
-        scheduler__max_batch_tokens=64,
-        scheduler__max_prefill_tokens=64,
-    )
+    sizes = {"scheduler__max_batch_tokens": 64, "scheduler__max_prefill_tokens": 64}
+    config = config_of(shapes["opt"], **sizes)
     with pytest.raises(ConfigError) as caught:
         named = {name.replace(".", "__"): value for name, value in fields.items()}
         build.build_engine(config.with_fields(**named), progress=False)
@@ -148,12 +140,7 @@ def test_how_far_it_is_has_lines_where_no_bar_can_be_seen(
 
     monkeypatch.setattr(build, "build_programs", stop)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    config = Config().with_fields(
-        model__path=str(shapes["opt"]),
-        model__load_format="random",
-        engine__compilation_cache_dir="",
-        telemetry__log_format=form,
-    )
+    config = config_of(shapes["opt"], telemetry__log_format=form)
     for progress, wanted in ((True, how), (False, Show.NOTHING)):
         with pytest.raises(ConfigError, match="far enough"):
             build.build_engine(config, progress=progress)
@@ -167,7 +154,6 @@ def _out_of_memory() -> Exception:
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (MemoryError("Unable to allocate 9 GiB"), r"out of memory: lower cache.* \(Unable to "),
         (MemoryError(), r"out of memory: lower cache.* \(MemoryError\)"),
         (_out_of_memory(), r"out of memory: lower cache.* \(RESOURCE_EXHAUSTED: Out of memory"),
     ],
@@ -179,11 +165,8 @@ def test_memory_that_is_not_there_after_all(
         raise error
 
     monkeypatch.setattr(blueprint, "make_pool", full)
-    config = Config().with_fields(
-        model__path=str(shapes["opt"]), model__load_format="random", cache__num_blocks=100
-    )
     with pytest.raises(ConfigError, match=message) as caught:
-        build.build_engine(config, progress=False)
+        build.build_engine(config_of(shapes["opt"], cache__num_blocks=100), progress=False)
     assert "\n" not in str(caught.value)
 
 
@@ -247,7 +230,6 @@ def test_the_pool_is_sized_by_the_memory_that_is_free(
             "it was measured with hidden caches projected, here they are absorbed",
         ),
         ({"rho": 0.0, "projects": False}, "aptserve_s", "auto", None),
-        ({"rho": 0.0, "projects": True}, "aptserve_s", "0", None),
         ({}, "aptserve_s", "0", None),
         ({}, "sarathi", "auto", None),
     ],
@@ -271,13 +253,12 @@ def test_a_profile_is_of_such_an_engine(
         experts_per_token=per_token,
     )
     System("mine", model, kv_tokens=100, **measured).save(path)
-    config = Config().with_fields(
-        model__path=str(shapes["opt"]),
-        model__load_format="random",
+    config = config_of(
+        shapes["opt"],
         cache__num_blocks=100,
-        **{"cache__hidden_read" if hidden == "absorbed" else "cache__rho": hidden},
         scheduler__policy=policy,
         scheduler__profile=str(path),
+        **{"cache__hidden_read" if hidden == "absorbed" else "cache__rho": hidden},
     )
     if message is None:
         chosen = engine_choices.choose(config)
@@ -294,17 +275,12 @@ def test_what_windows_keep_is_said(
 ) -> None:
     mixed = {"model_type": "gemma2", "sliding_window": 16, "head_dim": 8}
     monkeypatch.setitem(SHAPES, "gemma", SHAPES["llama"] | mixed)
-    path = str(write_shape(tmp_path, "gemma"))
+    path = write_shape(tmp_path, "gemma")
     for longest, said in ((64, True), (16, False)):
-        config = Config().with_fields(
-            model__path=path,
-            model__load_format="random",
-            cache__num_blocks=100,
-            engine__max_model_len=longest,
-        )
         caplog.clear()
+        fields = {"cache__num_blocks": 100, "engine__max_model_len": longest}
         with caplog.at_level(logging.INFO):
-            engine_choices.choose(config)
+            engine_choices.choose(config_of(path, **fields))
         text = "1 of 2 layers have a window; .* 64 tokens K and V of up to 48 a layer, .* 38%"
         assert bool(re.search(text, caplog.text)) == said
 
@@ -312,7 +288,7 @@ def test_what_windows_keep_is_said(
 def test_sampling_that_the_checkpoint_gives_may_be_left_out(tmp_path: Path) -> None:
     folder = write_shape(tmp_path, "llama")
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "do_sample": true}')
-    config = Config().with_fields(model__path=str(folder), model__load_format="random")
+    config = config_of(folder)
     assert engine_choices.choose(config).sampling_defaults == {"temperature": 0.6}
     left_out = config.with_fields(model__generation_config="none")
     assert engine_choices.choose(left_out).sampling_defaults == {}
@@ -325,11 +301,9 @@ def test_rotations_are_for_the_longest_request(
 ) -> None:
     hf = hf_config("phi4_mini")
     monkeypatch.setitem(SHAPES, "phi", hf)
-    path = str(write_shape(tmp_path, "phi"))
+    path = write_shape(tmp_path, "phi")
     for longest, factors in ((32, "short_factor"), (64, "long_factor")):
-        config = Config().with_fields(
-            model__path=path, model__load_format="random", engine__max_model_len=longest
-        )
+        config = config_of(path, engine__max_model_len=longest)
         rope = engine_choices.choose(config).kernels.model.config.rope
         assert rope is not None and list(rope.factors) == hf["rope_scaling"][factors]
 
@@ -369,22 +343,21 @@ def test_auto_is_a_dtype_that_the_platform_computes_in(
     assert model_options.choose_dtype("auto", {"torch_dtype": stored}).name == chosen
 
 
-def test_each_step_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ahead, by threads: the first call must find it."""
-    monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
-    names: list[str] = []
-
-    def note(event: str, _: float, **about: Any) -> None:
-        if event.endswith("/backend_compile_duration"):
-            names.append(about["fun_name"])
-
-    model_step.make_model_step.cache_clear()
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        sizes = {"scheduler__max_rows": 8, "engine__row_buckets": (1, 2, 8)}
-        with engine(write_shape(tmp_path, "opt"), **sizes) as running:
-            layouts = running.executor.buckets.all()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert len(layouts) == 4
-    assert names.count("jit(_model_step)") == len(layouts)
+def test_no_step_is_compiled_again_when_it_runs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {
+        "scheduler__max_rows": 3,  # nobody else's shapes, so that nobody has compiled them
+        "scheduler__max_batch_tokens": 48,
+        "scheduler__max_prefill_tokens": 48,
+        "engine__row_buckets": (2, 3),
+        "engine__token_buckets": (48,),
+        "scheduler__policy": "goodput",
+        "cache__hidden_read": "absorbed",
+    }
+    with jax.log_compiles(), engine(write_shape(tmp_path, "opt"), **fields):
+        pass
+    here = set(re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text))
+    assert here, "the log has what this thread compiles"
+    in_threads = {"_model_step", "sample_full", "_prompt_step", "_project_to_kv"}
+    assert not here & in_threads, "threads have compiled them"

@@ -40,22 +40,11 @@ WIDE = {
     },
 }
 BUCKETS = make_buckets(8, 256, width=4, decode_group=8, decode_chunk=64)
-LAYOUTS = {
-    "one row": BUCKETS.decode(1),
-    "8 rows": BUCKETS.decode(8),
-    "chunks": BUCKETS.mixed(256),
-}
+LAYOUTS = {"one row": BUCKETS.decode(1), "chunks": BUCKETS.mixed(256)}
 LIBRARY = "__ynn_fusion"
 PANELS, DOTS = ("jaxserve_panels", "jaxserve_dots") if has_pairs() else (LIBRARY, LIBRARY)
 if instructions.usable():
     DOTS = "jaxserve_amx"
-# What multiplies weights [in, out] in a step, and the table, [out, in]; with chunks the table has
-# the last tokens of 8 rows only.
-KERNELS = {
-    "one row": (PANELS, DOTS),
-    "8 rows": (PANELS, DOTS),
-    "chunks": (PANELS, DOTS),
-}
 needs_bfloat16 = pytest.mark.skipif(
     not has_instructions(), reason="this processor does not multiply bfloat16"
 )
@@ -87,8 +76,10 @@ def test_a_step_converts_no_weight_of_bfloat16(family: str, layout: str) -> None
     made = [op for op in _operations(module) if op.arrays[:1] and op.arrays[0].dtype == "f32"]
     wide = [op for op in made if op.arrays[0].dims in weights]
     assert not wide, wide[0]
-    entry, kernels = module.computations[module.entry], KERNELS[layout]
-    users = {kernel: [op for op in entry if kernel in op.rest] for kernel in kernels}
+    # What multiplies weights [in, out] in a step, and the table, [out, in]; with chunks the table
+    # has the last tokens of 8 rows only.
+    entry = module.computations[module.entry]
+    users = {kernel: [op for op in entry if kernel in op.rest] for kernel in (PANELS, DOTS)}
     assert all(users.values())
     names = {name for ops in users.values() for op in ops for name in op.operands}
     assert len(names & _weights(module)) == len(_multiplied(specs))
@@ -175,23 +166,20 @@ def test_auto_rounds_what_few_bits_multiply_and_says_so(
     assert ("model.dtype=float32" in caplog.text) is (chosen == "bfloat16")
 
 
-@pytest.mark.parametrize(
-    ("read", "cached"),
-    [
-        ("absorbed", "float32"),
-        ("auto", "bfloat16"),  # twice as wide, hidden caches would save nothing
-    ],
-)
 def test_an_engine_of_bfloat16_weights_caches_hidden_rows_in_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str, cached: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(SHAPES, "opt", SHAPES["opt"] | {"num_hidden_layers": 1})
     path = write_shape(tmp_path, "opt")
-    fields = {"scheduler__policy": "aptserve", "cache__hidden_read": read}
-    with engine(path, model__dtype="bfloat16", **fields, **SCARCE) as served:
+    fields = {"scheduler__policy": "aptserve", "model__dtype": "bfloat16", **SCARCE}
+    given = {"model__path": str(path), "model__load_format": "random"}
+    chosen = choose(Config().with_fields(**given, **fields)).kernels
+    # Twice as wide, hidden caches would save nothing.
+    assert (chosen.model.hidden_read, chosen.cache_dtype.name) == (None, "bfloat16")
+    with engine(path, cache__hidden_read="absorbed", **fields) as served:
         assert served.info().dtype == "bfloat16"
         executor: Any = served.executor
-        assert executor.pool.dtype == cached
+        assert executor.pool.dtype == "float32"
         assert {leaf.dtype for leaf in jax.tree.leaves(executor.params)} == {jnp.dtype("bfloat16")}
         texts = generate(served, prompts(8), **SAMPLING)
         assert [len(text) for text in texts] == [SAMPLING["max_tokens"]] * 8

@@ -29,7 +29,6 @@ def test_a_checkpoint_without_such_files(tmp_path: Path) -> None:
     assert PoolingParams(PoolingType.LAST, normalize=True) == USUAL_POOLING
 
 
-@pytest.mark.parametrize("prefix", [OLD, NEW])
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -40,13 +39,12 @@ def test_a_checkpoint_without_such_files(tmp_path: Path) -> None:
         ({"pooling_mode": "mean"}, PoolingType.MEAN),
     ],
 )
-def test_both_spellings(
-    tmp_path: Path, config: dict[str, Any], expected: PoolingType, prefix: str
-) -> None:
-    plain = write(tmp_path, ["Transformer", "Pooling"], config, prefix)
-    assert load_pooling(plain) == PoolingParams(expected, normalize=False)
-    long = write(tmp_path, ["Transformer", "Pooling", "Normalize"], config, prefix)
-    assert load_pooling(long) == PoolingParams(expected, normalize=True)
+def test_both_spellings(tmp_path: Path, config: dict[str, Any], expected: PoolingType) -> None:
+    for prefix in (OLD, NEW):
+        plain = write(tmp_path, ["Transformer", "Pooling"], config, prefix)
+        assert load_pooling(plain) == PoolingParams(expected, normalize=False)
+        long = write(tmp_path, ["Transformer", "Pooling", "Normalize"], config, prefix)
+        assert load_pooling(long) == PoolingParams(expected, normalize=True)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,18 @@ import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
+from jaxserve.config import Config
 from jaxserve.engine.device import cache_moves
+from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.startup import compilation_cache
 from jaxserve.engine.startup.choices import policy_choice
+from jaxserve.engine.startup.choices.engine_choices import choose
+from jaxserve.engine.startup.initial_cost_model import find_initial_cost_model
 from jaxserve.engine.startup.start_cache import NOWHERE, TIMING, StartCache
 from jaxserve.engine.startup.step_profile import shapes, timed_model
 from jaxserve.engine.startup.step_timer import Shape
@@ -67,9 +72,10 @@ def test_what_is_timed() -> None:
     assert len(more) == len(set(more)) < 50
 
 
-@pytest.mark.parametrize("max_rows", [1, 3])
-@pytest.mark.parametrize("max_len", [2, 3, 40, 5000])
-@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(
+    ("max_rows", "max_len", "hidden"),
+    [(1, 2, True), (3, 3, False), (1, 40, False), (3, 5000, True)],
+)
 def test_no_shape_is_beyond_the_limits(max_rows: int, max_len: int, hidden: bool) -> None:
     padding = Padding((4,), (16, 512))
     found = shapes(padding, max_rows=max_rows, max_prefill=20, max_len=max_len, hidden=hidden)
@@ -179,7 +185,7 @@ def test_where_copies_go_on_beside_the_steps_the_model_knows(
 ) -> None:
     monkeypatch.setattr(compilation_cache, "use", lambda directory: directory)
     options = {"engine__compilation_cache_dir": str(tmp_path), "scheduler__policy": "fastserve"}
-    for beside in (False, True, True):
+    for beside in (False, True):
         monkeypatch.setattr(cache_moves, "has_pinned", lambda device, beside=beside: beside)
         with engine(shapes["opt"], **options, **SCARCE) as running:
             assert running._cost_model.model.overlapped is beside
@@ -202,10 +208,17 @@ def test_a_given_rho_is_what_the_model_says_too(
     rho: float, shapes: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policy_choice, "make_policy", mixed_caches.make)
-    path = tmp_path / "mine.json"
+    path, nobody = tmp_path / "mine.json", cast(Executor, None)  # who would time steps
     System("mine", dataclasses.replace(TRUE, num_layers=2), kv_tokens=100).save(path)
-    options = {"scheduler__policy": "mixed_chunks", "scheduler__profile": str(path), **SCARCE}
-    with engine(shapes["opt"], cache__rho=str(rho), **options) as running:
-        assert running.info().rho == running._scheduler.view.rho == rho
-        k = running._cost_model.model.coefficients
-        assert k.hidden_token == pytest.approx(max(0.0, k.decode_kv + rho / 2))
+    config = Config().with_fields(
+        model__path=str(shapes["opt"]),
+        model__load_format="random",
+        scheduler__policy="mixed_chunks",
+        scheduler__profile=str(path),
+        cache__num_blocks=64,
+        cache__rho=str(rho),
+    )
+    found = find_initial_cost_model(str(path), NOWHERE, choose(config), nobody)
+    assert found.rho == rho
+    k = found.model.coefficients
+    assert k.hidden_token == pytest.approx(max(0.0, k.decode_kv + rho / 2))

@@ -9,22 +9,23 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.text.grammar_process import GrammarLimits
 from jaxserve.engine.text.grammars import Grammars
+from jaxserve.engine.text.text_limit import BYTE_OF_CHAR
 from jaxserve.sched.request import MAX_GRAMMAR, Grammar, InvalidRequest
-from tests.engine.harness import Stream, engine, send, wait_until_idle
+from tests.engine.harness import Stream, box, send
+from tests.engine.text.test_thinking import ONCE, SCHEMA, SEEDED, within
 
-BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
 SCARCE = {  # whole prompts, and memory for few
     "cache__num_blocks": 36,
     "scheduler__max_rows": 8,
@@ -42,22 +43,6 @@ PERSON = {
 }
 EOS = 2
 FREE = 200  # tokens, more than any of these takes
-
-
-def box(**fields: Any) -> Any:
-    return engine(BOX, model__load_format="auto", **fields)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with box() as running:
-        yield running
-
-
-@pytest.fixture
-def on(shared: Engine) -> Iterator[Engine]:
-    yield shared
-    wait_until_idle(shared)
 
 
 def ask(on: Engine, grammar: Grammar | None, text: str = "Once upon a time", **how: Any) -> Stream:
@@ -218,11 +203,19 @@ def everything() -> Iterator[tuple[Grammar | None, str, dict[str, Any]]]:
         for grammar in MIXED:
             text = "Tom had a red ball. " * (1 + number)
             yield grammar, text, {**how, "max_tokens": 30, "ignore_eos": grammar is None}
+    for how in ({}, SEEDED):
+        for budget in (0, 4, 9):
+            yield None, ONCE, {**how, "max_tokens": 40, "thinking": within(budget)}
+        of_answer = Grammar.json_schema(SCHEMA)
+        yield of_answer, ONCE, {**how, "max_tokens": 40, "thinking": within(6)}
+        of_answer = Grammar.regex("[a-z]{3} [a-z]{3}")
+        yield of_answer, ONCE, {**how, "max_tokens": 40, "thinking": within(12, ".")}
 
 
 @pytest.fixture(scope="module")
-def alone(shared: Engine) -> list[list[int]]:
-    return [ask(shared, g, t, **how).wait().tokens() for g, t, how in everything()]
+def expected(boxed: Engine) -> list[list[int]]:
+    """Of each with nothing beside it."""
+    return [ask(boxed, g, t, **how).wait().tokens() for g, t, how in everything()]
 
 
 @pytest.mark.promise(1)
@@ -230,23 +223,24 @@ def alone(shared: Engine) -> list[list[int]]:
     ("fields", "preempts"),
     [
         ({"engine__overlap": False}, False),
-        pytest.param({"scheduler__max_prefill_tokens": 7}, False, marks=pytest.mark.slow),
         ({**SCARCE, "scheduler__policy": "bros"}, True),
+        ({"scheduler__policy": "sarathi+spec"}, False),
     ],
 )
 def test_text_is_the_same_in_any_company(
-    alone: list[list[int]], fields: dict[str, Any], preempts: bool
+    expected: list[list[int]], fields: dict[str, Any], preempts: bool
 ) -> None:
+    """With thoughts and without."""
     with box(**fields) as running:
         streams = [ask(running, g, t, **how) for g, t, how in everything()]
-        assert [stream.wait().tokens() for stream in streams] == alone
+        assert [stream.wait().tokens() for stream in streams] == expected
         assert not preempts or running.stats().preemptions
 
 
 @pytest.mark.promise(1)
-def test_text_is_the_same_beside_all_others(alone: list[list[int]], on: Engine) -> None:
+def test_text_is_the_same_beside_all_others(expected: list[list[int]], on: Engine) -> None:
     streams = [ask(on, g, t, **how) for g, t, how in everything()]
-    assert [stream.wait().tokens() for stream in streams] == alone
+    assert [stream.wait().tokens() for stream in streams] == expected
 
 
 def test_a_batch_without_grammars_is_drawn_as_ever(on: Engine) -> None:
@@ -351,9 +345,9 @@ def test_a_model_without_a_tokenizer_takes_none() -> None:
         Grammars(None, 96, (2,)).compile(Grammar.regex("a"))
 
 
-def test_the_tokenizer_may_have_more_tokens_than_the_model(shared: Engine) -> None:
+def test_the_tokenizer_may_have_more_tokens_than_the_model(on: Engine) -> None:
     """Those of no embedding are never allowed."""
-    definition = shared.tokenizer.definition()
+    definition = on.tokenizer.definition()
     grammar = Grammar.regex("[a-z ]+")
     whole = Grammars(definition, 1536, (2,)).compile(grammar).matcher(ignore_eos=True).mask()
     fewer = Grammars(definition, 1000, (2,)).compile(grammar).matcher(ignore_eos=True).mask()
@@ -400,3 +394,40 @@ def test_a_grammar_that_breaks_ends_its_own_request(hook: str, on: Engine) -> No
     finally:
         del compiled.matcher
     assert ask(on, digits).wait().reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize(
+    ("pattern", "fine", "refused"),
+    [
+        (r"\d+", "09", "\u0663"),
+        (r"[a\d]+", "a7", "\uff11"),
+        (r"\w+", "a_9Z", "\u00e9"),
+        (r"[^\D]", "5", "\u0664"),
+        (r"[^\W]", "x", "\u00f6"),
+        (r"\D\W", "\u0663\u00e9", "1a"),
+        (r"\\d\s", "\\d\u00a0", "\\1 "),
+    ],
+)
+@pytest.mark.parametrize("schema", [False, True])
+def test_they_are_ascii_as_in_ecma(pattern: str, fine: str, refused: str, schema: bool) -> None:
+    """Whether the grammar is the expression, or a schema's pattern."""
+    tokenizer = Tokenizer(models.BPE({char: i for i, char in enumerate(BYTE_OF_CHAR)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    grammar = Grammar.regex(pattern)
+    if schema:
+        grammar = Grammar.json_schema(json.dumps({"type": "string", "pattern": f"^({pattern})$"}))
+    made = Grammars(tokenizer.to_str(), 257, (256,)).compile(grammar)
+
+    def accepted(text: str) -> bool:
+        matcher = made.matcher(ignore_eos=False)
+        for token in tokenizer.encode(json.dumps(text, ensure_ascii=False) if schema else text).ids:
+            mask = matcher.mask()
+            if mask is None or not mask[token // 32] >> token % 32 & 1:
+                return False
+            matcher.feed(token)
+        return True
+
+    assert accepted(fine)
+    assert not accepted(refused)

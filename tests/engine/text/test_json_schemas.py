@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 
 from jaxserve.engine.text import json_schemas
 from jaxserve.engine.text.grammars import Grammars
 from jaxserve.engine.text.json_schemas import closed, compilable, relaxed
 from jaxserve.sched.request import Grammar, InvalidRequest
+from tests.engine.harness import BOX
+from tests.engine.text.tokenizers_for_tests import allowed
 
-BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
 EOS = 2
 DIGIT = {"type": "integer", "minimum": 0, "maximum": 9}
 EXACT = 1 << 53
@@ -208,8 +207,8 @@ def test_text_is_valid_and_does_not_end_half_way(
             if mask is None:
                 assert not matcher.problem, (tokenizer.decode(tokens), matcher.problem)
                 break
-            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-            token = EOS if EOS in allowed else int(draw.choice(allowed))
+            choice = allowed(mask)
+            token = EOS if EOS in choice else draw.choice(choice)
             if token == EOS:
                 break
             tokens.append(token)

@@ -8,12 +8,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +24,9 @@ from jaxserve.engine.text.thinking_matcher import MarkerTokens, ThinkingMatcher
 from jaxserve.sched.request import Grammar, InvalidRequest, Thinking
 from jaxserve.server.reasoning.parser import TaggedParser
 from jaxserve.server.tools.calls import whole
-from tests.engine.harness import Stream, engine, send, wait_until_idle
+from tests.engine.harness import BOX, Stream, send
+from tests.engine.text.tokenizers_for_tests import allowed
 
-BOX = Path(__file__).parents[3] / "jaxserve" / "assets" / "tiny-stories"
 VOCAB, EOS = json.loads((BOX / "config.json").read_text())["vocab_size"], 2
 TOKENIZER = load_tokenizer(BOX)
 TOKENS = MarkerTokens(TOKENIZER.piece, VOCAB, [EOS])
@@ -48,22 +45,6 @@ SEEDED = {"temperature": 1.0, "seed": 11}
 
 def within(budget: int | None, *ends: str, begins: tuple[str, ...] = ()) -> Thinking:
     return Thinking(ends or (END,), begins, CLOSE, budget)
-
-
-def box(**fields: Any) -> Any:
-    return engine(BOX, model__load_format="auto", **fields)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Engine]:
-    with box() as running:
-        yield running
-
-
-@pytest.fixture
-def on(shared: Engine) -> Iterator[Engine]:
-    yield shared
-    wait_until_idle(shared)
 
 
 def ask(on: Engine, thinking: Thinking | None, text: str = ONCE, **how: Any) -> Stream:
@@ -107,52 +88,6 @@ def test_what_begins_with_no_thought_is_left_alone(on: Engine) -> None:
     assert tokens[: 5 + len(CLOSE)] == [*free[:5], *CLOSE]
 
 
-def everything() -> Iterator[tuple[Thinking | None, dict[str, Any]]]:
-    for how in ({}, SEEDED):
-        for budget in (0, 4, 9):
-            yield within(budget), how
-        yield None, how
-        yield within(6), {**how, "grammar": Grammar.json_schema(SCHEMA)}
-        yield within(12, "."), {**how, "grammar": Grammar.regex("[a-z]{3} [a-z]{3}")}
-
-
-@pytest.fixture(scope="module")
-def alone(shared: Engine) -> list[list[int]]:
-    return [ask(shared, thinking, **how).wait().tokens() for thinking, how in everything()]
-
-
-@pytest.mark.parametrize(
-    ("fields", "preempts"),
-    [
-        ({"engine__overlap": False}, False),
-        (
-            {
-                "cache__num_blocks": 28,
-                "scheduler__max_rows": 8,
-                "engine__max_model_len": 64,
-                "scheduler__policy": "bros",
-            },
-            True,
-        ),
-        ({"scheduler__policy": "sarathi+spec"}, False),
-    ],
-)
-def test_text_is_the_same_in_any_company(
-    alone: list[list[int]], fields: dict[str, Any], preempts: bool
-) -> None:
-    with box(**fields) as running:
-        streams = [ask(running, thinking, **how) for thinking, how in everything()]
-        assert [stream.wait().tokens() for stream in streams] == alone
-        assert not preempts or running.stats().preemptions
-
-
-def test_text_is_the_same_beside_all_others(alone: list[list[int]], on: Engine) -> None:
-    streams = [ask(on, thinking, **how) for thinking, how in everything()]
-    assert [stream.wait().tokens() for stream in streams] == alone
-    streams = [ask(on, thinking, **how) for thinking, how in everything()]  # in the cache
-    assert [stream.wait().tokens() for stream in streams] == alone
-
-
 def test_masks_are_made_only_where_a_budget_ends(on: Engine) -> None:
     drawn, executor = [], on.executor
     sample = executor.sample
@@ -166,18 +101,17 @@ def test_masks_are_made_only_where_a_budget_ends(on: Engine) -> None:
         executor.sample = sample  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_grammar_holds_what_comes_behind(on: Engine, seed: int) -> None:
-    how = {"temperature": 1.0, "seed": seed, "n": 2, "max_tokens": 60}
+def test_a_grammar_holds_what_comes_behind(on: Engine) -> None:
+    how = {"temperature": 1.0, "seed": 0, "n": 8, "max_tokens": 60}
     grammar = Grammar.json_schema(SCHEMA)
     stream = ask(on, within(8), grammar=grammar, **how).wait()
-    for index in range(2):
+    for index in range(8):
         assert stream.last(index).finish_reason is FinishReason.STOP
         thought, _, answer = stream.text(index).partition(END)
         jsonschema.validate(json.loads(answer), SCHEMA)
         assert thought and "{" not in thought
     stream = ask(on, within(20, ".", "!", "?"), grammar=grammar, **how).wait()
-    for index in range(2):
+    for index in range(8):
         answer = re.split(rf"{END}|[.!?]", stream.text(index), maxsplit=1)[1]
         jsonschema.validate(json.loads(answer), SCHEMA)
 
@@ -261,14 +195,9 @@ def test_along_a_draft_as_one_by_one(seed: int, budget: int, held: bool, opened:
             made.feed(token)
         return made
 
-    def bits(mask: np.ndarray | None) -> list[int]:
-        if mask is None:
-            return []
-        return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-
     draws, known = random.Random(seed), list[int]()
     for _ in range(draws.randint(0, 8)):
-        choice = bits(fed(known).mask())
+        choice = allowed(fed(known).mask())
         if not choice:
             break
         known.append(draws.choice(choice))
@@ -277,7 +206,7 @@ def test_along_a_draft_as_one_by_one(seed: int, budget: int, held: bool, opened:
             break
     draft = list(known)
     for _ in range(4):
-        choice = bits(fed(draft).mask()) or [5]
+        choice = allowed(fed(draft).mask()) or [5]
         draft.append(draws.choice([draws.choice(choice), draws.randrange(VOCAB)]))
     draft = draft[len(known) :]
     matcher = fed(known)
@@ -285,11 +214,11 @@ def test_along_a_draft_as_one_by_one(seed: int, budget: int, held: bool, opened:
     assert len(masks) == len(draft) + 1
     for place, mask in enumerate(masks):
         if mask is not None:
-            assert bits(mask) == bits(fed([*known, *draft[:place]]).mask())
+            assert allowed(mask) == allowed(fed([*known, *draft[:place]]).mask())
     valid = matcher.valid_prefix(draft)
     for place in range(valid):
-        assert draft[place] in bits(fed([*known, *draft[:place]]).mask())
+        assert draft[place] in allowed(fed([*known, *draft[:place]]).mask())
     forced = matcher.forced(4)
     for place, token in enumerate(forced):
-        assert bits(fed([*known, *forced[:place]]).mask()) == [token]
-    assert bits(matcher.mask()) == bits(fed(known).mask()), "it is where it was"
+        assert allowed(fed([*known, *forced[:place]]).mask()) == [token]
+    assert allowed(matcher.mask()) == allowed(fed(known).mask()), "it is where it was"

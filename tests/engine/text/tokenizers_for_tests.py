@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 TEXTS = (
@@ -55,3 +56,10 @@ def byte_fallback() -> Tokenizer:
         ]
     )
     return tokenizer
+
+
+def allowed(mask: np.ndarray | None) -> list[int]:
+    """The tokens of a grammar's mask."""
+    if mask is None:
+        return []
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
