@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
 import socket
 import struct
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxserve.hosts import group as group_module
+from jaxserve.hosts import process_exit
 from jaxserve.hosts.callers import MOST
 from jaxserve.hosts.channel import Channel, Closed
 from jaxserve.hosts.group import HELLO_BYTES, OTHER, Group, gather
@@ -287,3 +289,17 @@ def test_a_port_that_is_taken_is_named() -> None:
         ),
     ):
         gather(leader, PROFILE)
+
+
+def test_nobody_who_does_not_read_the_log_keeps_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, codes, written = threading.Event(), list[int](), list[bool]()
+    monkeypatch.setattr(
+        process_exit.logging, "shutdown", lambda: written.append(read.wait(TIMEOUT))
+    )
+    monkeypatch.setattr(process_exit, "_WRITE_S", 0.05)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    process_exit.end_process(3)
+    assert codes == [3] and not written
+    read.set()

@@ -15,20 +15,18 @@ from typing import Any
 
 import pytest
 
-import jaxserve
 from jaxserve.client import Client, ServerError
 from jaxserve.commands.convert import convert
 from jaxserve.deploy.local.cluster import free_port
 from jaxserve.hosts.group import OTHER
 from jaxserve.sched.request import Grammar, GrammarKind
-from tests.engine.harness import engine, prompts, send, write_shape
+from tests.engine.harness import BOX, engine, prompts, send, write_shape
 from tests.server.processes import ROOT
 
 from .processes import PATIENCE, Hosts, host_command, hosts
 
 pytestmark = pytest.mark.slow
 
-BOX = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"
 STORIES = ["Once upon a time", "The dog", "Lily wanted to", "One day, a bird"]
 GRAMMAR = Grammar(GrammarKind.REGEX, "[a-z]{4,12} and [a-z]{4,12}")
 GREEDY = {"max_tokens": 24, "ignore_eos": True}

@@ -1,14 +1,17 @@
-"""Who leads and who follows, from the flags or from the cluster; what is wrong is one line."""
+"""Who leads and who follows, from the flags or from the cluster, and where JAX coordinates; what is
+wrong is one line."""
 
 from __future__ import annotations
 
 import re
+import socket
 from typing import Any
 
 import pytest
 
 from jaxserve.config import MeshConfig
 from jaxserve.hosts.rank import GroupError, Rank, find_rank
+from jaxserve.hosts.runtime import reserved_address
 
 SLURM = {
     "SLURM_JOB_ID": "4096",
@@ -70,3 +73,17 @@ SECONDS = "mesh.hosts_wait_s must be more than 0, and at most 86400, got"
 def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
     with pytest.raises(GroupError, match=re.escape(problem)):
         rank(**fields)
+
+
+def test_a_reserved_port_is_nobody_elses_until_jax_listens_there() -> None:
+    rank = Rank("127.0.0.1", 0, 2, 0, 1.0)
+    with reserved_address(rank) as address, reserved_address(rank) as other:
+        assert address != other
+        place = ("127.0.0.1", int(address.rpartition(":")[2]))
+        with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(place)
+        with socket.socket() as ours:  # as gRPC opens it
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            ours.bind(place)
+            ours.listen()
+            socket.create_connection(place, 10).close()  # which is not the reserving socket's

@@ -213,17 +213,8 @@ def test_chats_with_tools() -> None:
         assert call.arguments == '{"city": "Rome"}'
         (plain,) = llm.chat(chat[:1], progress=False)
         assert plain.prompt == "user: How is it?\nassistant:"
-        for wrong, where in (
-            ([WEATHER, 1], r"tools\.1: must be"),
-            ([{"type": "function", "function": {"name": "a b"}}], r"tools\.0\.function\.name"),
-            ([{"type": "function", "function": {"name": "a", "parameters": 1}}], "is not a schema"),
-            (
-                [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}],
-                r"tools\.0\.function\.parameters: type: must be 'object'",
-            ),
-        ):
-            with pytest.raises(InvalidRequest, match=where):
-                llm.chat(chat, tools=wrong, progress=False)
+        with pytest.raises(InvalidRequest, match=r"tools\.1: must be"):
+            llm.chat(chat, tools=[WEATHER, 1], progress=False)
     assert len(fake.requests) == 2
 
 
@@ -252,9 +243,8 @@ def test_what_it_cannot_start_with() -> None:
         jaxserve.LLMs  # noqa: B018
 
 
-def test_vectors_and_scores(llm: LLM, engine: Engine) -> None:
-    """However many there are, for a queue of 8; a pair's score is its vectors' cosine, or what the
-    model says of it."""
+def test_vectors(llm: LLM) -> None:
+    """However many there are, for a queue of 8."""
     prompts = [[5 + k, 6, 7] for k in range(20)]
     found = llm.embed(prompts, pooling="mean", progress=False)
     (alone,) = llm.embed(prompts[3], pooling="mean", progress=False)
@@ -269,6 +259,8 @@ def test_vectors_and_scores(llm: LLM, engine: Engine) -> None:
 
 
 def test_scores(llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair's is its vectors' cosine, or what the model says of it."""
+
     def encode(text: str, *, special: bool = True) -> list[int]:
         return [ord(character) % 96 for character in text]
 

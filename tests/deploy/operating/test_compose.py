@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
-from absl import flags
 
 from jaxserve.config import Config, ServerConfig
 from jaxserve.server import server as runner
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.startup import launch
+from tests.deploy.operating import test_kubernetes
 from tests.deploy.operating.test_dockerfile import EXTRAS, TEXT, said
 
 ROOT = Path(__file__).parents[3]
@@ -28,10 +28,8 @@ def filled(value: str, **variables: str) -> str:
 
 
 def served(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Config:
-    monkeypatch.chdir(ROOT)
-    values, given = flags.FlagValues(), [filled(each, **variables) for each in SERVICE["command"]]
-    launch.parse_flags(["serve.py", *launch.with_model(given)], "configs/tiny_cpu.py", values)
-    return launch.read_config(values)
+    given = [filled(each, **variables) for each in SERVICE["command"]]
+    return test_kubernetes.served(given, monkeypatch)
 
 
 def ports() -> dict[int, tuple[str, int]]:

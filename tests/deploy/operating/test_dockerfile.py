@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from absl import flags
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from jaxserve.config import ServerConfig
 from jaxserve.server.access.browser_origins import Browsers, NotAllowed
 from jaxserve.server.access.options import access_settings
-from jaxserve.server.startup import launch
 from jaxserve.server.startup.process import URL_FILE
-from tests.deploy.operating.test_kubernetes import PODS, SERVER, container
+from tests.deploy.operating.test_kubernetes import PODS, SERVER, container, served
 from tests.server.access.certificates import Authority, needs_openssl
 from tests.server.grpc.test_grpc_shutdown import PATIENCE, fake_server
 
@@ -158,12 +156,9 @@ def test_under_its_hosts_name_it_answers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_its_command_is_one_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
     command: list[Any] = json.loads(said("ENTRYPOINT"))
     assert command[-2:] == ["python", "serve.py"]
-    values = flags.FlagValues()
-    launch.parse_flags(["serve.py", *json.loads(said("CMD"))], "configs/tiny_cpu.py", values)
-    config = launch.read_config(values)
+    config = served(json.loads(said("CMD")), monkeypatch)
     assert config.server.host == "0.0.0.0"
     assert f"install --directory --owner={said('USER').split(':')[0]} " in TEXT
     cache = config.engine.compilation_cache_dir

@@ -76,8 +76,8 @@ def ports(pod: dict[str, Any]) -> dict[str, int]:
 def served(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The config that the server makes of flags, from where the image has its presets."""
     monkeypatch.chdir(ROOT)
-    values, mine = flags.FlagValues(), [each.replace("=/app/", "=") for each in arguments]
-    launch.parse_flags(["serve.py", *mine], "configs/tiny_cpu.py", values)
+    mine = launch.with_model([each.replace("=/app/", "=") for each in arguments])
+    launch.parse_flags(["serve.py", *mine], "configs/tiny_cpu.py", values := flags.FlagValues())
     return launch.read_config(values)
 
 
