@@ -58,18 +58,18 @@ from jaxserve.weights.lora import LoadedAdapter
 log = logging.getLogger(__name__)
 
 
-MOST_DRAFTING = 8  # continuations of a request: each indexes its prompt, on the caller's thread
+MOST_DRAFTING = 8  # continuations per request: each indexes its prompt, on the caller's thread
 
 
 class _Command(enum.Enum):
-    """What may be asked of the engine's thread, beside requests and their ends."""
+    """Commands to the engine's thread, besides requests and cancellations."""
 
     RESET_PREFIX_CACHE = enum.auto()
 
 
 @dataclasses.dataclass(frozen=True)
 class _PutAdapter:
-    """Asks for an adapter in a slot, from its first column on. done: is told whether it is."""
+    """Asks to put an adapter into a slot and its columns. done: completed or failed afterwards."""
 
     slot: int
     first: int
@@ -81,19 +81,19 @@ class Engine:
     """Serves requests on one model. Any thread may call the public methods.
 
     Args:
-        executor: what runs its steps. Nobody else uses it once the engine has started.
+        executor: runs its steps. Nobody else uses it once the engine has started.
         scheduler: plans the steps.
         tokenizer: the model's.
-        info: what is served, as `info` returns it.
-        cost_model: what the scheduler's policy predicts steps with. It learns from those served.
+        info: result of `info`.
+        cost_model: predicts steps for the scheduler's policy. It learns from served steps.
         eos_ids: tokens that end a continuation.
         overlap: whether to finish a step on the host while the next one runs.
         forbid_compile: whether a compilation after the warm-up, or an implicit transfer to the
             device, is an engine failure.
-        share_between_keys: whether tenants find what others have computed.
-        block_secret: of the keys of blocks, as `BlockKeys` has it.
+        share_between_keys: whether tenants share cached prefixes.
+        block_secret: secret of the keys of blocks, see `BlockKeys`.
         adapters: room for adapters; None for none.
-        grammar_limits: what grammars may take; None for the usual.
+        grammar_limits: limits of grammars; None for the default.
         clock: seconds; `Request.arrival` is on it.
     """
 
@@ -147,21 +147,21 @@ class Engine:
         self._thread: threading.Thread | None = None
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
-        # Ids are of requests to cancel.
+        # Strings are ids of requests to cancel.
         self._inbox: deque[Submit | str | _Command | _PutAdapter] = deque()
-        self._using: dict[str, Adapter] = {}  # by id of a request
+        self._using: dict[str, Adapter] = {}  # by request id
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
         self._failure: BaseException | None = None
 
-    # What any thread may call.
+    # Methods for any thread.
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt.
 
         Args:
             text: the prompt.
-            special: whether to add the model's special tokens where the text has none.
+            special: whether to add the model's special tokens if the text has none.
 
         Raises:
             InvalidRequest: the text is too long to be served. Most such texts are not encoded.
@@ -181,16 +181,16 @@ class Engine:
         return self.tokenizer.decode(token_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token by itself, for display."""
+        """The bytes of a single token, for display."""
         return self.tokenizer.piece(token_id)
 
     def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
-        """The text of a continuation of the prompt, as its tokens come."""
+        """Makes the text of a continuation of the prompt while its tokens arrive."""
         return self.tokenizer.detokenizer(prompt)
 
     def check_grammar(self, grammar: Grammar, thinking: Thinking | None = None) -> None:
-        """Compiles the grammar, so that a request with both can be submitted at once. Raises what
-        `Grammars.compile` raises."""
+        """Compiles the grammar, so that a request with both can be submitted at once. Raises the
+        errors of `Grammars.compile`."""
         self._grammars.compile(grammar)
         if thinking is not None:
             self._marker_tokens.find(thinking)
@@ -200,7 +200,7 @@ class Engine:
         return self._grammars.known(grammar)
 
     def info(self) -> EngineInfo:
-        """What is served; the same object from start to stop."""
+        """Description of the served model; the same object from start to stop."""
         return self._info
 
     def check(self, request: Request) -> None:
@@ -236,8 +236,8 @@ class Engine:
         thread, so that an error there affects only the caller.
 
         Args:
-            request: with an id that no running request has. Its times count from its arrival, or
-                from now if it has none.
+            request: its id must not be in use. Its times count from its arrival, or from now if it
+                has none.
             on_output: gets every `Output` on the engine thread and must not block; it is never
                 called if this raises.
 
@@ -301,7 +301,7 @@ class Engine:
         return request if keys is None else _known_by(request, keys)
 
     def _adapter(self, request: Request) -> Adapter | None:
-        """Its adapter as it is now. Raises UnknownAdapter."""
+        """The request's adapter as it is loaded now. Raises UnknownAdapter."""
         return self._slots(request.adapter).find(request.adapter) if request.adapter else None
 
     def _slots(self, name: str) -> AdapterSlots:
@@ -310,16 +310,16 @@ class Engine:
         return self._adapters
 
     def adapters(self) -> list[Adapter]:
-        """Those that requests may name."""
+        """Adapters that requests may name."""
         return [] if self._adapters is None else self._adapters.all()
 
     def load_adapter(self, name: str, path: str, root: Path | None = None) -> Adapter:
-        """Loads an adapter, on the calling thread and then the engine's. It waits for both.
+        """Loads an adapter, on the calling thread and then on the engine's, and waits for both.
 
         Args:
-            name: its name, which none has.
+            name: its name, which must be free.
             path: its folder, as PEFT saves it.
-            root: folder that it has to be in; None for any.
+            root: folder that must contain it; None for any.
 
         Raises:
             AdapterError: it cannot be used, or there is no room.
@@ -343,18 +343,19 @@ class Engine:
         done.result()
 
     def unload_adapter(self, name: str) -> None:
-        """Has nobody name the adapter any more. Requests that do go on. Raises UnknownAdapter."""
+        """Stops new requests from naming the adapter. Running requests continue. Raises
+        UnknownAdapter."""
         self._slots(name).unload(name)
         log.info("adapter %s is unloaded", name)
 
     def _keys(self, request: Request, adapter: Adapter | None) -> KeyChain | None:
-        """The keys of the prompt's blocks. None without reuse, and for who wants to know the
-        log-probabilities or the hidden states of all prompt tokens: they have to be computed."""
+        """The keys of the prompt's blocks. None without reuse, and for requests that need the
+        log-probabilities or the hidden states of all prompt tokens, which have to be computed."""
         pooled = request.pooling is not None and request.pooling.needs_all
         if self._block_keys is None or pooled or request.sampling.prompt_logprobs is not None:
             return None
         known, digest = request.block_keys or (), b"" if adapter is None else adapter.digest
-        # What other steps have written has other bits.
+        # Blocks written by other steps have other bits.
         asked = request.sampling.deterministic and self.executor.buckets.deterministic == ASKED
         apart = "deterministic" if asked else ""
         return self._block_keys.of(
@@ -369,7 +370,7 @@ class Engine:
     def _drafting(
         self, request: Request, texts: Sequence[ContinuationText], adapter: Adapter | None
     ) -> list[Drafting]:
-        """What drafts for each continuation; none where nobody does."""
+        """The drafting of each continuation; empty without drafts."""
         if self._drafts is None or request.pooling is not None:
             return []
         digest = b"" if adapter is None else adapter.digest
@@ -416,8 +417,8 @@ class Engine:
             self._wake.notify()
 
     def reset_prefix_cache(self) -> None:
-        """Has all that was computed so far forgotten: who is submitted after this finds none of it.
-        Those who run keep what they read."""
+        """Forgets all cached prefixes: requests submitted after this find none of them. Running
+        requests keep the blocks that they read."""
         with self._wake:
             self._inbox.append(_Command.RESET_PREFIX_CACHE)
             self._wake.notify()
@@ -458,8 +459,8 @@ class Engine:
         )
 
     def expected_wait(self, request: Request) -> Wait:
-        """How long a request that is submitted now is expected to wait for its first token, from
-        its arrival on."""
+        """The expected wait for the first token of a request that is submitted now, counted from
+        its arrival."""
         return self._ttft_estimator.wait(self.with_keys(request))
 
     def backlog(self) -> Backlog:
@@ -472,7 +473,7 @@ class Engine:
         return pool_map(self._scheduler.pool, self._scheduler.table.tier)
 
     def live_counts(self) -> dict[tuple[str, str, bool], int]:
-        """Continuations by (SLO class, tier, whether they hold cache), one step apart at most."""
+        """Continuations by (SLO class, tier, whether they hold a cache), at most one step apart."""
         held = self._scheduler.pool.held
         return Counter(
             (one.request.slo_class, one.request.tier.name.lower(), bool(held[row]))
@@ -480,7 +481,7 @@ class Engine:
         )
 
     def adapter_load(self) -> AdapterLoad:
-        """Whose requests run and wait, likewise."""
+        """Adapters of running and waiting requests, at most one step apart."""
         if self._adapters is None:
             return AdapterLoad(0)
         held, names = self._scheduler.pool.held, (set[str](), set[str]())
@@ -492,7 +493,7 @@ class Engine:
 
     def add_observer(self, observer: Observer) -> None:
         """Calls the observer for every step and token from now on, on the engine thread: it must
-        return quickly. What it raises is logged and counted (`EngineStats.observer_failures`)."""
+        return quickly. Its exceptions are logged and counted (`EngineStats.observer_failures`)."""
         self._step_loop.observers.add(observer)
 
     def add_failure_listener(self, listener: Callable[[BaseException], None]) -> None:
@@ -504,10 +505,10 @@ class Engine:
         if failure is not None:
             listener(failure)
 
-    # Life.
+    # Start and stop.
 
     def start(self) -> None:
-        """Starts the engine thread. The executor is warm (see `build_engine`)."""
+        """Starts the engine thread. The executor is warmed up already (see `build_engine`)."""
         if self._thread is not None:
             raise RuntimeError("the engine was started before")
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
@@ -554,8 +555,8 @@ class Engine:
         self._step_loop.stop()
 
     def abandon(self, error: BaseException) -> None:
-        """Fails the engine from another thread, for when its own may be stuck waiting for a device.
-        It refuses new requests. The failure listeners end the present ones."""
+        """Fails the engine from another thread, in case its own is stuck waiting for a device. It
+        refuses new requests. The failure listeners end the present ones."""
         with self._wake:
             if self._failure is not None:
                 return
@@ -579,7 +580,7 @@ class Engine:
             self._refuse_adapters()
 
     def _refuse_adapters(self) -> None:
-        """Nobody waits for a slot that is not going to be filled."""
+        """Fails pending loads, so that nobody waits for a slot that will not be filled."""
         with self._wake:
             left = [command for command in self._inbox if isinstance(command, _PutAdapter)]
         for command in left:
@@ -592,7 +593,7 @@ class Engine:
             if pending is not None and self._step_loop.waits_for(pending):
                 self._step_loop.finish(pending)
                 pending = None
-                if not self._receive(wait=False):  # who came meanwhile is in the next plan
+                if not self._receive(wait=False):  # include requests that have come meanwhile
                     break
             launched = self._step_loop.launch(pending)
             self._ttft_estimator.publish(pending, launched)  # newcomers queue behind it
@@ -606,7 +607,7 @@ class Engine:
                 self._ttft_estimator.publish(pending)
 
     def _receive(self, *, wait: bool) -> bool:
-        """Handles what other threads have asked for. False if the engine is to end."""
+        """Handles commands of other threads. False if the engine is to end."""
         with self._wake:
             if wait and not (self._inbox or self._stop):
                 self._wake.wait_for(lambda: self._inbox or self._stop)
@@ -628,7 +629,8 @@ class Engine:
         return True
 
     def _fill(self, command: _PutAdapter) -> None:
-        """Fills a slot. The engine fails with that only if it has lost something."""
+        """Puts an adapter into its slot. A failure ends the engine only if the device has lost
+        something."""
         try:
             self.executor.put_adapter(command.slot, command.first, command.adapter.arrays)
         except BaseException as error:

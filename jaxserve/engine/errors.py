@@ -1,4 +1,4 @@
-"""The engine's errors, each with a message meant for the person who caused it."""
+"""The engine's errors, with messages meant for the client or operator who caused them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong on the engine thread, and how much of what is served ends with it.
+"""Failures on the engine thread, and which requests end with them.
 
 A failure of one request ends that request alone. If the culprit is unknown (a plan, a batch, a
 launch), all requests of the step end. The engine ends only if the device fails, which leaves its
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 IN_VAIN = 16
 """Consecutive failed steps, without a token in between, that the engine survives."""
 OF_NEWCOMERS = IN_VAIN // 2
-"""So many of them end only the continuations that arrived since the last plan, if there are any."""
+"""After this many, only continuations that came since the last plan end, if there are any."""
 
 MAX_MESSAGE = 500  # characters
-_LINES, _WINDOW_S = 10, 60.0  # at most so many are logged in so many seconds
+_LINES, _WINDOW_S = 10, 60.0  # most log lines in a time window
 _DEVICE = (jax.errors.JaxRuntimeError, HostLost, CompiledAfterWarmup)
 
 
@@ -41,7 +41,7 @@ class Failures:
         requests: continuations that were ended alone.
         steps: failed steps, whose continuations were ended together.
         observers: observer calls that raised.
-        not_finite: those of `requests` whose numbers were NaN or infinite.
+        not_finite: continuations among `requests` whose numbers were NaN or infinite.
         in_vain: failed steps since the last one that brought tokens.
     """
 
@@ -51,7 +51,7 @@ class Failures:
         self._logged: deque[float] = deque(maxlen=_LINES)
 
     def of_request(self, error: BaseException, request_id: str) -> None:
-        """Counts a continuation of the request that failed alone."""
+        """Counts a failure that ended only one continuation of this request."""
         self.requests += 1
         self.not_finite += isinstance(error, NotFinite)
         self._log(f"request {request_id!r} failed", error)
@@ -71,14 +71,14 @@ class Failures:
         self._log(f"the observer {type(observer).__name__} failed", error)
 
     def went_well(self) -> None:
-        """A step has brought its tokens."""
+        """Counts a step that has brought its tokens."""
         self.in_vain = 0
 
     def _log(self, what: str, error: BaseException) -> None:
         now, logged = time.monotonic(), self._logged
         if len(logged) < _LINES or now - logged[0] > _WINDOW_S:
             logged.append(now)
-            plain = isinstance(error, NotFinite)  # it is the model's, so no line of code tells more
+            plain = isinstance(error, NotFinite)  # a traceback would not help
             log.error("%s: %s", what, describe(error) if plain else with_traceback(error))
 
 
@@ -94,7 +94,7 @@ class Observers:
         self._all = (*self._all, observer)
 
     def notify(self, event: Callable[[Observer], None]) -> None:
-        """Calls event(observer) for each of them."""
+        """Calls event(observer) for each observer."""
         for observer in self._all:
             try:
                 event(observer)
@@ -145,10 +145,10 @@ def refuse(
     engine_failed: bool = False,
 ) -> None:
     """Sends a caller the last `Output` of continuations that never reached the scheduler, or of
-    which nothing else is known. What the callback raises is ignored.
+    which nothing else is known. Exceptions of the callback are ignored.
 
     Args:
-        request: whose continuations end.
+        request: the request whose continuations end.
         on_output: the caller's callback.
         reason: why they end.
         error: the message, with FinishReason.ERROR.

@@ -18,12 +18,12 @@ class Emitting(NamedTuple):
     """A continuation that samples in a step.
 
     Attributes:
-        at: where its first token is in the step's result.
-        continuation: whose it is.
-        draft: the drafted tokens behind which it samples, too, each at the next place.
-        source: who drafted them.
-        masked: at how many of these places a grammar says what may come; None without a grammar.
-            What is sampled at the others is nobody's.
+        at: index of its first token in the step's result.
+        continuation: the continuation.
+        draft: drafted tokens; it also samples after each, at the next index.
+        source: name of the drafter.
+        masked: number of these indices at which a grammar restricts the token; None without a
+        grammar. Tokens at the others are discarded.
     """
 
     at: int
@@ -33,7 +33,8 @@ class Emitting(NamedTuple):
     masked: int | None = None
 
     def tokens(self, sampled: Sequence[int]) -> Sequence[int]:
-        """Its tokens, of those that the step has sampled: as far as drafts are right, and one."""
+        """Its accepted tokens among those that the step has sampled: correct drafts, and one
+        more."""
         most = len(self.draft) if self.masked is None else min(len(self.draft), self.masked - 1)
         count = 1
         while count <= most and sampled[self.at + count - 1] == self.draft[count - 1]:
@@ -48,12 +49,12 @@ class InFlight:
     Attributes:
         handle: the step on the device. If a grammar constrains one of its tokens, it is a
             `PendingSample` until `StepLoop.sample`.
-        emitting: who samples in it.
+        emitting: the continuations that sample in it.
         prompts: the prompt log-probabilities that the step computes; None if no request wants any.
-        pooling: the vectors that it computes, or parts of them; None likewise.
+        pooling: the vectors that it computes, or parts of them; None if no request wants any.
         watched: its predicted time, for `StepWatch.finished` to compare with the measured one.
         begin: when its planning began, in seconds on the engine's clock.
-        stats: its record for the observers, without what is known only when it has finished.
+        stats: its record for the observers, without fields that are known only at its end.
     """
 
     handle: Handle | PendingSample
@@ -67,7 +68,7 @@ class InFlight:
     @property
     def recipients(self) -> list[Continuation]:
         """Continuations that get a token, prompt log-probabilities or a part of their vector from
-        this step, each once."""
+        this step, without duplicates."""
         told = [
             piece.continuation
             for of in (self.prompts, self.pooling)
@@ -77,5 +78,5 @@ class InFlight:
 
     @property
     def drafts(self) -> bool:
-        """Whether it has drafts, so that nobody knows yet how many tokens it makes."""
+        """Whether it has drafts, so that its number of tokens is not known yet."""
         return self.stats.num_draft_tokens > 0

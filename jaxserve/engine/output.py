@@ -1,4 +1,4 @@
-"""What a caller receives for a request, step by step."""
+"""The updates that a caller receives for a request."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Timings:
         tbt_mean: mean of the times between tokens, or None.
         tbt_max: the longest time between two tokens, or None.
         preempted: when it lost all of its cache, counted from arrival.
-        preprocess: arrival to submission: what comes before the engine, such as the reading of the
-            call, the chat template, a grammar and the encoding.
+        preprocess: arrival to submission, such as reading the call, the chat template, compiling a
+            grammar and encoding.
     """
 
     queue: float
@@ -73,7 +73,7 @@ class Usage:
         prompt_tokens: tokens of the prompt.
         output_tokens: generated tokens.
         preemptions: how often it lost its cache.
-        cached_tokens: of the prompt, found in the cache when it was first scheduled.
+        cached_tokens: prompt tokens found in the cache when it was first scheduled.
         accepted_draft_tokens: output tokens that had been drafted.
         rejected_draft_tokens: drafted tokens that were computed and are not in the output.
     """
@@ -88,7 +88,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Output:
-    """An update of one continuation: what is new since its last `Output`.
+    """An update of one continuation since its last `Output`.
 
     The last `Output` of an index has a finish_reason, usage and timings, and no other follows it.
     With FinishReason.ERROR usage and timings may be missing. Prompt log-probabilities all come
@@ -99,7 +99,7 @@ class Output:
         index: which of the request's n continuations.
         token_ids: new tokens.
         text: new text.
-        logprobs: one entry a new token, if requested.
+        logprobs: one entry per new token, if requested.
         finish_reason: why the continuation ended; None while it goes on.
         usage: token counts, in the last one.
         timings: latencies, in the last one.
@@ -108,8 +108,8 @@ class Output:
         verdict: whether its targets were met, in the last one; None if it has no targets.
         prompt_logprobs: one entry for each of the next prompt tokens, if requested. They start with
             the second token, as the first has no probability.
-        engine_failed: whether the error is the engine's, and not this request's alone.
-        expected_missed: whether the policy has just given its targets up; told once, if at all.
+        engine_failed: whether the whole engine has failed, not only this request.
+        expected_missed: whether the policy has just given up its targets; reported at most once.
         pooled: float32, the vector or the logits that `Request.pooling` asks for, in the last one.
     """
 

@@ -1,4 +1,4 @@
-"""The block pool at one moment, block by block, for a picture (`plots.block_pool`)."""
+"""The state of the block pool, block by block, for a picture (`plots.block_pool`)."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ K, V, HIDDEN = range(3)
 
 @dataclass(frozen=True)
 class PoolView:
-    """The pool's blocks at one moment. Of several that share a block from the same end, it shows
-    the one with the largest share.
+    """The pool's blocks at one moment. If several requests share a block from the same end, it
+    shows the one with the largest share.
 
     Attributes:
         requests: Ids of the requests that hold blocks.
-        owner: int64 [2, blocks], index into `requests` of who fills the block from its left and
-            from its right end, or FREE.
+        owner: int64 [2, blocks], index into `requests` of the request that fills the block from its
+        left and from its right end, or FREE.
         fill: float64 [2, blocks], the share of the block's slots that each of them uses, 0 to 1.
         plane: int64 [blocks], K, V or HIDDEN, or FREE.
     """
@@ -39,27 +39,27 @@ class PoolView:
 
     @property
     def used(self) -> np.ndarray:
-        """Which blocks somebody holds, bool [blocks]."""
+        """Which blocks are in use, bool [blocks]."""
         return np.asarray(self.plane != FREE)
 
 
 def pool_view(engine: Engine) -> PoolView:
-    """What the engine's pool holds now. Exact when called on the engine's thread (by an `Observer`,
-    or in an `on_output`); elsewhere its parts may be one step apart."""
-    scheduler = engine._scheduler  # no request's path needs this, so the engine does not offer it
+    """The state of the engine's pool now. Exact when called on the engine's thread (by an
+    `Observer`, or in an `on_output`); elsewhere its parts may be one step apart."""
+    scheduler = engine._scheduler  # only pictures need this, so the engine does not offer it
     names = {row: c.request.id for row, c in dict(engine._step_loop.live).items()}
     return view_of(scheduler.pool, scheduler.table.computed.copy(), names)
 
 
 def policy_view(view: View) -> PoolView:
-    """What the pool holds as a policy sees it, live or in a simulation whose plans are `checked`.
+    """The state of the pool as a policy sees it, live or in a simulation whose plans are `checked`.
     Requests are named by their rows of the table."""
     names = {row: str(row) for row in np.flatnonzero(view.pool.held).tolist()}
     return view_of(view.pool, view.table.computed, names)
 
 
 def view_of(pool: BlockPool, computed: np.ndarray, names: Mapping[int, str]) -> PoolView:
-    """What the pool holds for some rows.
+    """The blocks of some rows.
 
     Args:
         pool: The blocks.

@@ -1,4 +1,4 @@
-"""Which hidden states a step sums up, for which requests, and the vectors that come of it.
+"""Which hidden states a step sums up, for which requests, and the resulting vectors.
 
 A step that computes the tokens [start, end) of a prompt has their hidden states. Each is counted
 once: tokens recomputed after a preemption are not counted again, and those of a restored cache were
@@ -20,11 +20,11 @@ from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.request import PoolingParams, PoolingType, Request
 from jaxserve.sched.step import Step
 
-_TINY = 1e-12  # a vector of zeros stays one
+_TINY = 1e-12  # a vector of zeros stays zero
 
 
 def pooled_pieces(members: Sequence[Continuation], step: Step) -> list[Piece]:
-    """The pieces that the step has, which are marked as counted from now on."""
+    """The pieces of the step, which count as done from now on."""
     pieces = []
     for member, continuation in enumerate(members):
         if continuation.next_pooled_token is None:
@@ -39,7 +39,7 @@ def pooled_pieces(members: Sequence[Continuation], step: Step) -> list[Piece]:
 
 
 def _wanted(request: Request) -> tuple[PoolingParams, range]:
-    """What is wanted of it, and the tokens whose hidden states or logits that takes."""
+    """What the request wants, and the tokens whose hidden states or logits this takes."""
     params, length = request.pooling, len(request.prompt)
     assert params is not None
     if not params.needs_all:
@@ -49,12 +49,12 @@ def _wanted(request: Request) -> tuple[PoolingParams, range]:
 
 @dataclass(frozen=True)
 class Pooling:
-    """What a launched step pools.
+    """The pooled results of a launched step.
 
     Attributes:
-        pieces: parts of prompts. The hidden states of piece i are summed up at place i.
+        pieces: parts of prompts. The hidden states of piece i are summed up at index i.
         wanted: see `Executor.submit`.
-        rows: where the logits of each piece's row are, in the step's result.
+        rows: index of the logits of each piece's row in the step's result.
     """
 
     pieces: Sequence[Piece]
@@ -65,10 +65,10 @@ class Pooling:
     def of_step(
         cls, pieces: Sequence[Piece], step: Step, layout: Layout, batch: PackedBatch
     ) -> Pooling | None:
-        """What is wanted of a step; None if there are no pieces.
+        """The pooling of a step; None if there are no pieces.
 
         Args:
-            pieces: what `pooled_pieces` returned for the step.
+            pieces: from `pooled_pieces` for the step.
             step: the booked step.
             layout: its layout, not a decode layout.
             batch: its packed rows.
@@ -89,7 +89,7 @@ class Pooling:
 
     def deliver(self, found: Pooled) -> Iterator[tuple[Continuation, BaseException]]:
         """Hands the results, NumPy arrays, to the continuations that have not ended. Yields each
-        continuation that fails over it, with the error, and goes on with the others."""
+        continuation that fails, with the error, and goes on with the others."""
         for place, (piece, row) in enumerate(zip(self.pieces, self.rows, strict=True)):
             continuation = piece.continuation
             if continuation.finished:
@@ -107,10 +107,10 @@ class Pooling:
 
 
 def vector_of(continuation: Continuation) -> np.ndarray:
-    """Its result, float32, once all that it takes is counted.
+    """The continuation's result, float32, once all of its tokens are counted.
 
     Raises:
-        NotFinite: the model computed what is no number.
+        NotFinite: the model computed values that are not numbers.
     """
     params, tokens = _wanted(continuation.request)
     total = continuation.pooled

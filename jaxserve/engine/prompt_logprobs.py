@@ -20,17 +20,17 @@ from jaxserve.engine.sequence import Continuation
 from jaxserve.sched.step import Step
 
 TOLD_AT_ONCE = 64
-"""Prompt tokens in one `Output`, so that none is large, whatever the size of a step: 16 KiB in a
-caller's buffer."""
+"""Most prompt tokens in one `Output`, which bounds its size, whatever the size of a step: 16 KiB in
+a caller's buffer."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens [first, end) of one continuation's prompt, of which a step tells something.
+    """Tokens [first, end) of one continuation's prompt, for which a step computes results.
 
     Attributes:
         member: index of the continuation in the step.
-        continuation: whose prompt it is.
+        continuation: the continuation.
         first: first token of the piece.
         end: the token after the last.
     """
@@ -42,7 +42,7 @@ class Piece:
 
 
 def prompt_logprob_pieces(members: Sequence[Continuation], step: Step) -> list[Piece]:
-    """The pieces that the step reports, which are marked as reported from now on."""
+    """The pieces that the step reports, which count as reported from now on."""
     pieces = []
     for member, continuation in enumerate(members):
         if continuation.next_prompt_logprob is None:
@@ -77,7 +77,7 @@ class PromptLogprobs:
         """The targets of a step; None if there are no pieces.
 
         Args:
-            pieces: what `prompt_logprob_pieces` returned for the step.
+            pieces: from `prompt_logprob_pieces` for the step.
             step: the booked step.
             layout: its layout, not a decode layout.
             batch: its packed rows.
@@ -97,7 +97,7 @@ class PromptLogprobs:
 
     def deliver(self, found: SampleResult) -> Iterator[tuple[Continuation, BaseException]]:
         """Streams the results [T] to the continuations that have not ended. Yields each
-        continuation that fails over it, with the error, and goes on with the others."""
+        continuation that fails, with the error, and goes on with the others."""
         for piece, at in zip(self.pieces, self.at, strict=True):
             try:
                 self._deliver(piece, at, found)

@@ -1,4 +1,4 @@
-"""Records what is served, for `jaxserve simulate --replay`.
+"""Records the served requests and steps, for `jaxserve simulate --replay`.
 
 The format is in `sched/recording.py`. The engine thread only puts events into
 a queue; a separate thread writes them, so that serving never waits for a disk. Recordings show when
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 DEPTH = 10_000  # events that may wait to be written
 MIB = 2**20
-DIGITS = 9  # of seconds, behind the point
+DIGITS = 9  # digits of seconds after the point
 
 _Told = StepStats | RequestStats | tuple[int, Request]
 _STEP_NUMBERS = [n for n in recording.Step._fields if n not in ("end", "features", "received")]
@@ -40,7 +40,7 @@ def check_path(path: str) -> None:
         return
     place = _place(path)
     check_file("config.engine.record", place)
-    if place.exists() and not place.is_file():  # a device, which would be moved away
+    if place.exists() and not place.is_file():  # a device, which would be renamed
         raise ConfigError(f"engine.record: {place} is not a file")
     if recording.older(place).is_dir() or not os.access(place.parent, os.W_OK):
         raise ConfigError(f"engine.record: {place} cannot go on as {recording.older(place)}")
@@ -52,8 +52,7 @@ def _place(path: str | Path) -> Path:
 
 
 class _Hold:
-    """Holds PATH.lock, so that no other recorder moves the file away. ConfigError if it is
-    taken."""
+    """Holds PATH.lock, so that no other recorder renames the file. ConfigError if it is taken."""
 
     def __init__(self, place: Path) -> None:
         self._path = place.with_name(place.name + ".lock")
@@ -68,14 +67,14 @@ class _Hold:
 
 
 class Recorder(Observer):
-    """An observer that writes a recording. It moves a file of max_bytes to PATH.1, and likewise one
-    that exists at the start.
+    """An observer that writes a recording. It renames a file of max_bytes to PATH.1, and also a
+    file that exists at the start.
 
     Args:
         path: the file.
         header: its first line, which describes the engine.
         max_bytes: size at which a new file is begun.
-        clock: the engine's, in seconds.
+        clock: the engine's clock, in seconds.
         depth: events that may wait to be written. More are lost.
 
     Attributes:
@@ -99,12 +98,12 @@ class Recorder(Observer):
         self._queue: queue.Queue[_Told | None] = queue.Queue(depth)
         self._writer = _Writer(_place(path), header, max_bytes)
         self._prefixes = SharedPrefixes(header.block_size)
-        self._adapters: dict[str, int] = {}  # numbers, as names are not recorded
+        self._adapters: dict[str, int] = {}  # numbers, since names are not recorded
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 
     def on_arrival(self, number: int, request: Request) -> None:
-        """Records the request's lengths and what it asks for."""
+        """Records the request's lengths and options."""
         self._tell((number, request))
 
     def on_step(self, stats: StepStats) -> None:
@@ -158,7 +157,7 @@ class Recorder(Observer):
 
 
 def _event(what: _Told, start: float) -> recording.Event:
-    """start: when the recording began."""
+    """The event as recorded. start: when the recording began."""
     match what:
         case StepStats():
             numbers = {name: getattr(what, name) for name in _STEP_NUMBERS}
@@ -194,7 +193,7 @@ def _event(what: _Told, start: float) -> recording.Event:
 
 
 class _Writer:
-    """The file, and whose arrivals have to be in the next one."""
+    """The file, and the requests whose arrivals must be repeated in the next file."""
 
     def __init__(self, path: Path, header: recording.Header, max_bytes: int) -> None:
         self._path, self._header, self._max_bytes = path, header, max_bytes
@@ -204,12 +203,12 @@ class _Writer:
         self._size, self._time, self._lost = 0, 0.0, 0
 
     def begin(self, start: float) -> None:
-        """A new file; what is there is the older one from now on."""
+        """Starts a new file; the present one becomes the older one."""
         if self._file is not None:
             self._file.close()
         if self._path.exists():
-            with contextlib.suppress(PermissionError):  # it may be somebody else's
-                self._path.chmod(0o600)  # once everybody could read them
+            with contextlib.suppress(PermissionError):  # it may belong to another user
+                self._path.chmod(0o600)  # it may have been readable for everybody
             self._path.replace(recording.older(self._path))
         self._file = private(self._path, "w")
         self._size = 0
@@ -219,7 +218,7 @@ class _Writer:
             self._put(recording.line(self._live[number]))
 
     def write(self, event: recording.Event, lost: int) -> None:
-        """lost: events so far, of all that there were."""
+        """Writes an event. lost: number of events lost so far."""
         if lost != self._lost:
             self._lost = lost
             self._put(recording.line(recording.Lost(lost)))
@@ -237,17 +236,17 @@ class _Writer:
             case recording.Step():
                 self._time = event.end
                 for number in event.received:
-                    arrival = self._live.get(number)  # None if that was lost
+                    arrival = self._live.get(number)  # None if the arrival was lost
                     if arrival is not None:
                         self._live[number] = arrival._replace(written=arrival.written + 1)
 
     def flush(self) -> None:
-        """What was written can be read."""
+        """Makes everything written so far readable."""
         assert self._file is not None
         self._file.flush()
 
     def end(self, lost: int) -> None:
-        """As `write`, without an event; then the file is complete."""
+        """Writes the number of lost events; then the file is complete."""
         if lost != self._lost:
             self._put(recording.line(recording.Lost(lost)))
         assert self._file is not None

@@ -1,4 +1,4 @@
-"""Counts the engine's requests, in all and by tenant, against the size of its queue."""
+"""Counts the engine's requests, in total and by tenant, against the size of its queue."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class RequestPlaces:
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._left: dict[str, int] = {}  # request id -> continuations not yet over
-        self._tenants: dict[str, str] = {}  # request id -> whose
+        self._left: dict[str, int] = {}  # request id -> continuations that have not ended
+        self._tenants: dict[str, str] = {}  # request id -> tenant
         self._mine: Counter[str] = Counter()
-        self._weights: dict[str, float] = {}  # of all tenants that ever came
+        self._weights: dict[str, float] = {}  # of all tenants that have ever come
 
     def __len__(self) -> int:
         return len(self._left)
@@ -35,8 +35,8 @@ class RequestPlaces:
             raise InvalidRequest("n", f"{n} continuations; at most {self._capacity} fit the queue")
 
     def reserve(self, request: Request) -> None:
-        """Counts in a request that has passed `check`. Raises InvalidRequest if its id is being
-        served, QueueFull if no places are left or its tenant has used up its share of them."""
+        """Counts a request that has passed `check`. Raises InvalidRequest if its id is in use,
+        QueueFull if no places are left or its tenant has used up its share of them."""
         n, tenant, limit = request.sampling.n, request.tenant, self._capacity
         if request.id in self._left:
             raise InvalidRequest("request_id", f"{request.id!r} is already being served")
@@ -57,7 +57,7 @@ class RequestPlaces:
         self._mine[tenant] += n
 
     def end(self, request_id: str) -> bool:
-        """One of the request's continuations has ended. Returns whether it was the last."""
+        """Counts a continuation that has ended. Returns whether it was the request's last."""
         self._left[request_id] -= 1
         self._mine[self._tenants[request_id]] -= 1
         if self._left[request_id]:

@@ -29,7 +29,7 @@ class Continuation:
     this continuation's text processing or its caller has failed, nothing else.
 
     Args:
-        request: what was submitted.
+        request: the submitted request.
         index: which of the request's continuations.
         row: its row in the scheduler's table.
         number: counts continuations from 0 in the order of arrival.
@@ -37,24 +37,24 @@ class Continuation:
         sampling_row: sampling parameters for the device.
         on_output: the caller's callback.
         problems: what is wrong with its latency targets.
-        block_keys: of its blocks; None where nothing is to be found.
-        speculator: drafts what comes next; None where nobody does.
+        block_keys: keys of its blocks; None without reuse.
+        speculator: drafts its next tokens; None without drafts.
         submitted: when it was submitted, in seconds on the engine's clock; None: when it arrived.
 
     Attributes:
-        slot: device slot while it holds cache, else NO_SLOT.
+        slot: device slot while it holds a cache, else NO_SLOT.
         finished: whether it has ended.
         output_tokens: generated tokens.
         first_scheduled: when it was first scheduled, in seconds on the engine's clock, or None.
-        token_times: when each token came, likewise.
-        cached_tokens: of its prompt, found in the cache when it was first scheduled.
-        preempted: when it lost all of its cache, likewise.
+        token_times: when each token came, on the same clock.
+        cached_tokens: prompt tokens found in the cache when it was first scheduled.
+        preempted: when it lost all of its cache, on the same clock.
         next_prompt_logprob: first prompt token whose log-probability no launched step reports; None
-            if there is none left to report.
-        next_pooled_token: first prompt token that no launched step counts for `pooled`; None if
-            there is none left to count, or no vector is wanted.
-        pooled: sum of the hidden states that were counted, in digits as `Pooled` has it, or the
-            logits that are wanted.
+        if all are reported.
+        next_pooled_token: first prompt token that no launched step counts for `pooled`; None if all
+        are counted, or no vector is wanted.
+        pooled: sum of the hidden states counted so far, in digits as in `Pooled`, or the wanted
+        logits.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Continuation:
         self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output
         self._given_up = False
-        self._told = False  # the last `Output` was sent, or its callback raised
+        self._told = False  # whether the last `Output` was sent, or its callback raised
         self._engine_failed = False
         self._submitted = request.arrival if submitted is None else submitted
         self._problems = problems
@@ -117,7 +117,7 @@ class Continuation:
         self._tell(Output(self.request.id, self.index, prompt_logprobs=logprobs))
 
     def expect_missed(self) -> None:
-        """Tells that its targets are not going to be met."""
+        """Reports that its targets will be missed."""
         self._given_up = True
         self._tell(Output(self.request.id, self.index, expected_missed=True))
 
@@ -130,15 +130,15 @@ class Continuation:
         *,
         drafted: int = 0,
     ) -> FinishReason | None:
-        """Takes the tokens of a step and streams them. Those behind its end are dropped.
+        """Takes the tokens of a step and streams them. Tokens after its end are dropped.
 
         Args:
             tokens: at least one.
             now: seconds on the engine's clock.
             preemptions: how often it has lost its cache so far.
             logprobs: the tokens' log-probabilities; empty if not requested.
-            drafted: drafted tokens that were checked for it; as many of the tokens but the last are
-                right.
+            drafted: number of its drafted tokens that were checked; all tokens but the last are
+                accepted drafts.
 
         Returns:
             Why the continuation ends with one of these tokens, or None.
@@ -172,8 +172,8 @@ class Continuation:
         """Ends it with its vector.
 
         Args:
-            token: that was sampled behind the prompt, of which nobody is told.
-            vector: what was wanted.
+            token: token sampled after the prompt, which is not reported.
+            vector: the result.
             now: seconds on the engine's clock.
             preemptions: how often it has lost its cache so far.
         """
@@ -185,7 +185,7 @@ class Continuation:
         return reason
 
     def fail(self, now: float, preemptions: int, error: str, *, engine_failed: bool) -> None:
-        """Ends it with an error, even if its own text processing is what failed. The caller gets at
+        """Ends it with an error, even if its own text processing has failed. The caller gets at
         most one last `Output`.
 
         Args:
@@ -243,7 +243,7 @@ class Continuation:
         )
 
     def _drafts(self) -> tuple[int, int]:
-        """Drafted tokens that were right, and that were wrong."""
+        """Its numbers of accepted and of rejected drafted tokens."""
         speculator = self.speculator
         if speculator is None:
             return 0, 0
@@ -277,7 +277,7 @@ class Continuation:
         )
 
     def stats(self, reason: FinishReason, now: float, preemptions: int) -> RequestStats:
-        """The record for the observers of a continuation that ends now."""
+        """The observers' record of a continuation that ends now."""
         if self._timings is None:  # no last `Output` was sent
             self._conclude(reason, now)
         assert self._timings is not None

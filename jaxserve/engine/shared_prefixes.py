@@ -1,31 +1,31 @@
-"""Which earlier request each one begins as, for recordings: by the keys of their blocks, so without
-their tokens."""
+"""Which earlier request each request shares a prefix with, for recordings: by the keys of their
+blocks, without their tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_KEYS = 1 << 20  # that are remembered; the oldest are forgotten first
+MOST_KEYS = 1 << 20  # remembered keys; the oldest are forgotten first
 
 
 class SharedPrefixes:
-    """Finds the earlier stream that begins as a prompt does, for the longest.
+    """Finds the earlier request with the longest common prefix.
 
     Args:
         block_size: Tokens of a block.
-        most: Keys that are remembered.
+        most: Most remembered keys.
     """
 
     def __init__(self, block_size: int, most: int = MOST_KEYS) -> None:
         self._block_size, self._most = block_size, most
-        self._number: dict[bytes, int] = {}  # the last request that had such a block
+        self._number: dict[bytes, int] = {}  # by key, the last request with such a block
 
     def arrived(self, number: int, keys: Sequence[bytes]) -> tuple[int, int]:
-        """A request has come, with the keys of its prompt's full blocks. Returns the number of an
-        earlier one that begins as it does, and for how many tokens, a multiple of a block; 0 and 0
-        if there is none."""
+        """Takes a new request with the keys of its prompt's full blocks. Returns the number of the
+        earlier request with the longest common prefix, and its length in tokens, a multiple of a
+        block; 0 and 0 if there is none."""
         known = self._number
-        low, high = 0, len(keys)  # who has one has all before it
+        low, high = 0, len(keys)  # a request with a key has all keys before it
         while low < high:
             middle = (low + high) // 2
             low, high = (middle + 1, high) if keys[middle] in known else (low, middle)
@@ -34,8 +34,8 @@ class SharedPrefixes:
         return found
 
     def wrote(self, number: int, keys: Sequence[bytes]) -> None:
-        """These are the keys of its stream so far, the answer included."""
-        for key in reversed(keys):  # the first ones are the last to be forgotten
+        """Takes the keys of a request's text so far, including its answer."""
+        for key in reversed(keys):  # so that the first ones are forgotten last
             self._number.pop(key, None)
             self._number[key] = number
         while len(self._number) > self._most:

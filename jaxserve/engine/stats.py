@@ -1,8 +1,8 @@
 """What the engine reports about itself: a record of each step and each finished request, and
 snapshots.
 
-Observers are called on the engine thread and must return quickly. What one raises is logged and
-counted, and it is still called for later events.
+Observers are called on the engine thread and must return quickly. Their exceptions are logged and
+counted, and they are still called for later events.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StepStats:
     Attributes:
         num_rows: rows of the batch.
         num_decodes: rows that decode.
-        num_decode_tokens: newest generated tokens, as in `sched.step.Step`.
+        num_decode_tokens: newest generated tokens, see `sched.step.Step`.
         num_prefill_tokens: prompt tokens computed for the first time.
         num_recomputed_tokens: tokens computed again after a preemption.
         padded_tokens: size of its bucket, padding included.
@@ -34,8 +34,8 @@ class StepStats:
         num_admitted: rows that took a device slot for sampling.
         num_moves: operations on the pool that were sent to the device.
         num_emitting: rows that sample a token.
-        after_idle: whether the device had nothing to do when the step was launched.
-        features: what the cost model knows of the batch.
+        after_idle: whether the device was idle when the step was launched.
+        features: the batch's features for the cost model.
         kv_used: tokens of K and V that the used blocks can hold, after planning.
         num_hidden: rows with hidden caches.
         num_shared: blocks that several requests hold.
@@ -49,10 +49,10 @@ class StepStats:
         plan_time: the policy's plan and its booking.
         launch_time: cache moves, building the batch and handing it to the device.
         num_draft_tokens: drafted tokens in the batch.
-        received: numbers of the continuations that got a token (`Observer.on_arrival`), once for
-            each token.
-        accepted: drafted tokens that were right, by source (`engine/drafts/draft.py`).
-        rejected: the others, likewise.
+        received: numbers of the continuations that got a token (`Observer.on_arrival`), once per
+        token.
+        accepted: accepted drafted tokens by source (`engine/drafts/draft.py`).
+        rejected: rejected drafted tokens by source.
         end: when its tokens were on the host, on the engine's clock.
         step_time: from the start of planning to its tokens on the host.
         device_time: the time on the device, see `sched.step_timing.StepWatch`.
@@ -83,7 +83,7 @@ class StepStats:
     plan_time: float
     launch_time: float
     num_draft_tokens: int = 0
-    # Known at its end.
+    # Known at the end of the step.
     received: tuple[int, ...] = ()
     accepted: Mapping[str, int] = field(default_factory=dict)
     rejected: Mapping[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class StepStats:
 
     @property
     def num_accepted(self) -> int:
-        """Drafted tokens that were right."""
+        """Accepted drafted tokens."""
         return sum(self.accepted.values())
 
     @property
@@ -114,23 +114,23 @@ class RequestStats:
     """One finished continuation. Times are in seconds.
 
     Attributes:
-        number: as in `Observer.on_arrival`.
+        number: see `Observer.on_arrival`.
         finish_reason: why it ended.
         tier: the request's tier.
         prompt_tokens: tokens of the prompt.
         output_tokens: generated tokens.
         preemptions: how often it lost its cache.
-        queue_time: as `Timings.queue`.
+        queue_time: see `Timings.queue`.
         ttft: arrival to first token; None if there was none.
         e2e: arrival to the end.
         verdict: whether its targets were met; None if it has no targets.
         given_up: whether the policy had given up its targets (`Observer.on_given_up`).
-        block_keys: of the full blocks of its prompt and output; empty where nothing is to be found.
+        block_keys: keys of the full blocks of its prompt and output; empty without reuse.
         drafted: drafted tokens that were computed for it.
-        accepted: those of them that were right.
-        guessed: tokens of which there was a draft, computed or not.
-        right: those that were as drafted.
-        preprocess_time: as `Timings.preprocess`.
+        accepted: drafted tokens that were accepted.
+        guessed: tokens for which there was a draft, computed or not.
+        right: tokens that equalled their drafts.
+        preprocess_time: see `Timings.preprocess`.
     """
 
     number: int
@@ -158,13 +158,13 @@ class EngineStats:
 
     Attributes:
         waiting: continuations that hold no cache.
-        running: continuations that hold cache, or wait for their last token.
+        running: continuations that hold a cache, or wait for their last token.
         blocks_total: blocks of the pool.
         blocks_free: blocks that an allocation may take.
         blocks: used blocks by kind of cache and tier, `{("kv", "realtime"): 12, ...}`, see
             `sched.slo.tiers.blocks_used`.
         host_slots_total: slots of host memory for caches.
-        host_slots_used: those that hold checkpoints.
+        host_slots_used: slots in use by checkpoints.
         slots_checkpointed: slots copied to host memory.
         slots_restored: slots copied back from there.
         host_full: preemptions whose caches found no room in host memory.
@@ -174,16 +174,16 @@ class EngineStats:
         step_time_error: mean of |predicted / measured - 1| over recent steps.
         expected_wait: by tier, seconds until the first token of the shortest prompt submitted now.
         request_failures: continuations that failed alone, see `failures.py`.
-        corrupted_requests: those of them whose numbers were NaN or infinite.
-        grammar_breaches: continuations that ended for the time that their grammar took.
+        corrupted_requests: continuations among these whose numbers were NaN or infinite.
+        grammar_breaches: continuations that ended because of the time of their grammar.
         step_failures: steps that failed as a whole.
         observer_failures: observer calls that raised.
-        prefix_cache_queries: by tier, prompt tokens of started requests that may find some of them
-            computed; empty without prefix caching, as the next one is.
-        prefix_cache_hits: by tier, those of them that were found.
-        prefix_cache_host_hits: by tier, those of these that were found in host memory.
+        prefix_cache_queries: by tier, prompt tokens of started requests that were looked up; empty
+        without prefix caching, like the next one.
+        prefix_cache_hits: by tier, looked up tokens that were found.
+        prefix_cache_host_hits: by tier, found tokens that were in host memory.
         prefix_cache_host_tokens: tokens in host memory that may be found there.
-        prefix_cache_evicted: tokens that can no longer be found, for others took their room.
+        prefix_cache_evicted: evicted tokens, which are not in host memory either.
     """
 
     waiting: int
@@ -220,7 +220,7 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What is served. It does not change while the engine runs.
+    """Description of the served model. It does not change while the engine runs.
 
     Attributes:
         model: name of the model.
@@ -233,7 +233,7 @@ class EngineInfo:
         policy: the scheduling policy and its parameters.
         num_blocks: blocks of the pool.
         block_size: tokens of a block.
-        pool_tokens: tokens of K and V that the pool holds.
+        pool_tokens: tokens of K and V that fit in the pool.
         pool_bytes: size of the pool over all devices.
         device: kind of device.
         mesh_tensor: devices that share each layer.
@@ -242,18 +242,18 @@ class EngineInfo:
         hidden_read: how hidden caches are read, absorbed or projected; None without such caches.
         rho: seconds that a step takes longer for a token read from a hidden cache instead of K and
             V; None without such caches.
-        prefix_caching: whether prompts find what others have computed (`cache.prefix_caching`).
-        retention: which of that stays when its room is wanted.
-        cache_dtype: of the pool.
+        prefix_caching: whether prompts reuse cached prefixes (`cache.prefix_caching`).
+        retention: which cached prefixes are kept longest.
+        cache_dtype: dtype of the pool.
         speculates: whether drafts are checked (the policy variant `+spec`).
-        d_model: numbers of a hidden state, and so of a pooled vector.
-        causal: whether texts can be made; else only vectors.
-        system_fingerprint: what the bits of answers depend on beside the request, see
-            `startup.fingerprint`; "" where no model computes them.
-        pooling: how vectors are made of prompts where a request does not say.
-        sampling_defaults: fields of SamplingParams that the checkpoint gives, for requests that do
-            not say.
-        not_deterministic: why requests may not ask to be computed so; "" if they may.
+        d_model: size of a hidden state, and so of a pooled vector.
+        causal: whether it generates text; otherwise only vectors.
+        system_fingerprint: identifies what the bits of answers depend on besides the request, see
+        `startup.fingerprint`; "" if no model computes them.
+        pooling: default pooling of prompts.
+        sampling_defaults: fields of SamplingParams that the checkpoint sets for requests without
+        them.
+        not_deterministic: why requests may not ask for deterministic computation; "" if they may.
     """
 
     model: str
@@ -306,7 +306,7 @@ class Observer:
         """A later token has come. tbt: seconds since the one before."""
 
     def on_finish(self, stats: RequestStats) -> None:
-        """A continuation has ended, for whatever reason. Called once for each."""
+        """A continuation has ended, for any reason. Called once for each."""
 
     def on_stop(self) -> None:
         """The engine has stopped. No other call follows."""

@@ -56,16 +56,16 @@ class Submit:
     """A request to serve, prepared on its caller's thread.
 
     Attributes:
-        request: what was submitted.
+        request: the submitted request.
         on_output: the caller's callback.
         texts: turn tokens into text, one for each of the request's continuations.
         row: its sampling parameters for the device.
         alone: latencies that an idle engine would reach.
         at: when it was submitted, in seconds on the engine's clock.
         problems: what is wrong with its latency targets.
-        block_keys: of its prompt; None where nothing is to be found.
-        drafting: draft what comes next, one for each of its first continuations.
-        adapter: that computes it; None for the model as it is.
+        block_keys: keys of its prompt; None without reuse.
+        drafting: drafts for its first continuations, one for each.
+        adapter: the adapter that it uses; None for the base model.
     """
 
     request: Request
@@ -81,11 +81,11 @@ class Submit:
 
 
 class RowResult(NamedTuple):
-    """What a row got from a step.
+    """A row's result of a step.
 
     Attributes:
         emitting: The row.
-        num_taken: Tokens.
+        num_taken: Number of its new tokens.
         num_accepted: How many of them had been drafted.
     """
 
@@ -94,12 +94,12 @@ class RowResult(NamedTuple):
     num_accepted: int
 
 
-MOST_COUNTED = int(COUNT_MASK) - MOST  # output tokens, whose counts cannot overflow with drafts
+MOST_COUNTED = int(COUNT_MASK) - MOST  # output tokens whose counts cannot overflow, with drafts
 
 
 class StepLoop:
-    """Runs the live continuations, by table row: `admit` takes them in, and `launch` and `finish`
-    run their steps in turns.
+    """Runs the live continuations, by table row: `admit` adds continuations, and `launch` and
+    `finish` alternate to run their steps.
 
     A failure of one continuation ends only that one. A failure of a step ends the continuations in
     it (`failures.py`). An exception from here ends the engine.
@@ -119,7 +119,7 @@ class StepLoop:
         failures: counts of what failed.
         observers: receive the engine's events.
         steps: finished steps.
-        arrivals: continuations so far, with those that could not be admitted.
+        arrivals: continuations so far, including those that could not be admitted.
     """
 
     def __init__(
@@ -143,22 +143,23 @@ class StepLoop:
         self.watch, self._clock, self._on_over = watch, clock, on_over
         scheduler.view.device.ratios = watch.ratios
         self._by_id: dict[str, list[Continuation]] = {}
-        self._columns = np.zeros(MAX_LORAS + 1, np.int32)  # by number of an adapter, their end
+        self._columns = np.zeros(MAX_LORAS + 1, np.int32)  # by adapter, end of its columns
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
         self._plain = plain_slot(info.vocab_size)
         self._overlap, self._rates = overlap, AcceptanceRates()
         self._host_times = HostTimes()
         self._newcomers: list[Continuation] = []  # since the last plan
-        # Members that failed while their step was built. They end after its launch.
+        # Continuations that failed while their step was built. They end after its launch.
         self._failed: list[tuple[Continuation, BaseException]] = []
-        self.arrivals = 0  # continuations so far, with those that could not be admitted
+        self.arrivals = 0  # continuations so far, including those that could not be admitted
         self._since = clock()  # when the thread was last done with a step, or woke up
-        # Not reported with any step yet.
+        # Counts that were not reported with a step yet.
         self._preemptions = self._received = 0
         self._wake_time = self._receive_time = 0.0
 
     def woke(self, submitted: float | None) -> None:
-        """The thread has just slept. submitted: when the request that woke it was, if one did."""
+        """The thread has just woken up. submitted: when the request that woke it was submitted, if
+        one did."""
         self._since = self._clock()
         self._wake_time = 0.0 if submitted is None else self._since - submitted
 
@@ -209,7 +210,7 @@ class StepLoop:
         self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
 
     def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
-        """Ends a request that cannot be admitted, or only in part."""
+        """Ends a request that cannot be admitted completely."""
         request, rest = command.request, range(len(begun), command.request.sampling.n)
         failures.refuse(
             request, command.on_output, FinishReason.ERROR, failures.describe(error), rest
@@ -232,25 +233,26 @@ class StepLoop:
                 self._fail(continuation, error)
 
     def reset_prefix_cache(self) -> None:
-        """Nobody finds anything of what has been computed so far."""
+        """Forgets all cached prefixes."""
         self._scheduler.forget_all()
 
     def waits_for(self, pending: InFlight) -> bool:
-        """Whether the next plan has to wait for the tokens of the step in flight: because nobody
-        knows how many they are, or because drafts are expected to pay behind them."""
+        """Whether the next plan has to wait for the tokens of the step in flight: because their
+        number is unknown, or because drafts after them are expected to pay off."""
         if pending.drafts:
             return True
         try:
             return self._scheduler.would_draft(self._clock())
-        except BaseException:  # it is raised again by the plan, where it is somebody's
+        except BaseException:  # the plan raises it again, and handles it
             return True
 
     def launch(self, pending: InFlight | None) -> InFlight | None:
-        """Plans and launches the next step. pending: the one in flight, if any, for which it does
+        """Plans and launches the next step. pending: the step in flight, if any, for which it does
         not wait. None if there is nothing to do, or if it failed."""
         if not self.live:
             return None
-        # Plans worked before the newcomers came. If these are not the cause, the next plan fails.
+        # Plans worked before the newcomers came. If they are not the cause, the next plan fails,
+        # too.
         suspects, step = self._newcomers, None
         if not suspects or self.failures.in_vain >= failures.OF_NEWCOMERS:
             suspects = list(self.live.values())
@@ -357,11 +359,11 @@ class StepLoop:
         self.observers.notify(lambda observer: observer.on_given_up(request))
 
     def _end_failed_members(self) -> None:
-        """Ends the members that failed while their step was built. It runs now, so later steps may
-        take what they held."""
+        """Ends the continuations that failed while their step was built. That step runs now, so
+        later steps may take what they held."""
         failed, self._failed = self._failed, []
         if failed:
-            self._scheduler.forget_all()  # theirs was computed from other tokens
+            self._scheduler.forget_all()  # their blocks were computed from other tokens
         for continuation, error in failed:
             self._fail(continuation, error)
 
@@ -438,8 +440,8 @@ class StepLoop:
         return dataclasses.replace(step, handle=handle, stats=stats, emitting=emitting)
 
     def _mask(self, one: Emitting, to: np.ndarray) -> int | None:
-        """Writes the tokens that its grammar allows next to `to`, and those behind its drafts to
-        the rows that follow. Ends the continuation if there are none. Returns `Emitting.masked`."""
+        """Writes the tokens that its grammar allows next to `to`, and those after its drafts to the
+        following rows. Ends the continuation if none is allowed. Returns `Emitting.masked`."""
         continuation = one.continuation
         matcher = continuation.matcher
         if matcher is None or continuation.finished:
@@ -460,9 +462,9 @@ class StepLoop:
         return 1
 
     def finish(self, step: InFlight) -> None:
-        """Takes in a step's tokens. Those of continuations that have ended are dropped."""
+        """Processes a step's tokens. Those of continuations that have ended are dropped."""
         assert not isinstance(step.handle, PendingSample)
-        result = step.handle.result()  # raises what the device raised
+        result = step.handle.result()  # raises errors of the device
         prompt = None if step.prompts is None else step.handle.prompt()
         pooled = None if step.pooling is None else step.handle.pooled()
         try:
@@ -515,7 +517,7 @@ class StepLoop:
     def _feed(self, one: Emitting, tokens: Sequence[int], result: SampleResult, now: float) -> None:
         continuation = one.continuation
         broken = tokens[-1] == NOT_FINITE and continuation.request.pooling is None
-        tokens = tokens[:-1] if broken else tokens  # an end before it is an end
+        tokens = tokens[:-1] if broken else tokens  # the end of the text comes first
         end, reason = one.at + len(tokens), None
         came = continuation.token_times
         last, before = (came[-1] if came else None), len(came)
@@ -551,8 +553,8 @@ class StepLoop:
     def _propose(
         self, continuation: Continuation, speculator: Speculator, tokens: Sequence[int]
     ) -> None:
-        """Offers the scheduler what may follow the tokens. One whose drafters fail goes on without
-        any."""
+        """Offers the scheduler drafts that may follow the tokens. If the drafters fail, the
+        continuation goes on without drafts."""
         try:
             speculator.receive(tokens)
             draft = speculator.draft
@@ -566,7 +568,7 @@ class StepLoop:
     def _report(
         self, step: InFlight, results: Sequence[RowResult], now: float, device_time: float
     ) -> None:
-        """Reports a step whose tokens came now to the observers."""
+        """Reports a step that has just ended to the observers."""
         self._since = self._clock()
         accepted, rejected = Counter[str](), Counter[str]()
         for emitting, _, num_accepted in results if step.drafts else ():
@@ -592,7 +594,7 @@ class StepLoop:
         self.observers.notify(lambda observer: observer.on_step(stats))
 
     def _observe_tokens(self, request: Request, last: float | None, count: int, now: float) -> None:
-        """Tells of tokens that came now. last: when the one before came, if there was one."""
+        """Reports tokens that have just come. last: time of the token before, if there was one."""
         if not count:
             return
         if last is not None:
@@ -633,7 +635,7 @@ class StepLoop:
         observers, self.observers = self.observers, failures.Observers(self.failures)
         observers.notify(lambda observer: observer.on_stop())
 
-    # How continuations end.
+    # Ends of continuations.
 
     def _end(self, continuation: Continuation, reason: FinishReason, error: str = "") -> None:
         """Ends a continuation from outside the model."""
@@ -651,15 +653,15 @@ class StepLoop:
     def _fail_step(
         self, error: BaseException, suspects: Iterable[Continuation], step: Step | None = None
     ) -> None:
-        """Ends the continuations that may have caused a step's failure, or whose caches are in an
-        unknown state, the suspects. step: what was booked, if the launch failed. Raises the error
-        if the engine cannot go on."""
+        """Ends the suspects: the continuations that may have caused a step's failure, or whose
+        caches are in an unknown state. step: the booked step, if the launch failed. Raises the
+        error if the engine cannot go on."""
         if failures.ends_engine(error) or not self._executor.intact:
             raise error
         for move in () if step is None else step.moves:
             if isinstance(move, Discard):
                 carry_out(self._executor, move)
-        self._scheduler.forget_all()  # of what it computed, who knows what is right
+        self._scheduler.forget_all()  # whatever it computed may be wrong
         self._end_failed_members()
         ended = [one for one in suspects if self.live.get(one.row) is one]
         self.failures.of_step(error, len(ended))
@@ -681,7 +683,7 @@ class StepLoop:
         self._forget(continuation, FinishReason.ERROR, now)
 
     def _forget(self, continuation: Continuation, reason: FinishReason, now: float) -> None:
-        """Frees all that a finished continuation holds."""
+        """Frees everything that a finished continuation holds."""
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         self._release_slot(continuation)
@@ -705,7 +707,7 @@ class StepLoop:
 
 
 def _held(one: Emitting) -> bool:
-    """Whether something says what its tokens may be. One of an earlier step may not have come."""
+    """Whether a grammar restricts its tokens. Tokens of an earlier step may not have come yet."""
     matcher = one.continuation.matcher
     return matcher is not None and matcher.holds(len(one.draft) + 2)
 
@@ -717,7 +719,7 @@ def _draft_of(continuation: Continuation) -> tuple[int, ...]:
 
 
 def _emitting(at: int, member: Continuation, step: Step, number: int) -> Emitting:
-    """The member of that number in the step, as it samples."""
+    """The `Emitting` of the step's continuation of that number."""
     drafts = step.plan.drafts
     if drafts is None or not drafts[number] or member.speculator is None:
         return Emitting(at, member)

@@ -1,4 +1,4 @@
-"""Where the last tokens of a text occurred before, in a time that does not grow with the text."""
+"""Finds earlier occurrences of a text's last tokens, in a time that does not grow with the text."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-END = -1  # no token: it stands before a text and between two
-WINDOW = 32  # tokens; a match is never found to be longer
-CANDIDATES = 8  # places that are looked at
-MOST = 1 << 16  # tokens of an index; NumPy sorts 16 bits by radix
+END = -1  # not a token: stands before and between texts
+WINDOW = 32  # tokens; longest match that is recognised
+CANDIDATES = 8  # places that are compared
+MOST = 1 << 16  # most tokens of an index; NumPy sorts 16 bits by radix
 _LEFT, _RIGHT = 0x9E3779B1, 0x85EBCA77  # odd, so that all bits of a token count
 _MASK = 0xFFFFFFFF
 _EMPTY = array("i", [0]) * (WINDOW + 1)
 
 
 class TokenIndex:
-    """A text to which tokens are added, and which knows where each pair of them last occurred.
+    """A growing text that knows where each pair of its tokens last occurred.
 
-    A table by the pair's hash leads to the last place, and each place to the one before. A place is
-    the position of the token that follows the pair. What is found there is compared in one go, as
-    one large number, so that a text of one token repeated costs no more than any other.
+    A table by the pair's hash gives the last place, and each place the one before. A place is the
+    position of the token after the pair. Windows are compared as single large numbers, so that a
+    text of one repeated token costs no more than any other.
 
     Args:
-        limit: the most tokens that it holds, 2 to MOST. When it is full, the older half is dropped.
-            A token takes 12 to 18 bytes while there is room, 12 at the limit if that is a power
-            of 2.
-        tokens: its first ones.
+        limit: most tokens that it holds, 2 to MOST. When it is full, the older half is dropped. A
+        token takes 12 to 18 bytes while there is room, 12 at the limit if that is a power of 2.
+        tokens: its first tokens.
 
     Attributes:
         dropped: tokens that it no longer holds. Positions count them.
@@ -37,7 +36,7 @@ class TokenIndex:
         assert 2 <= limit <= MOST
         self.dropped = 0
         self._keep, self._limit = limit // 2, limit
-        self._text = array("i", [END]) * WINDOW  # what is compared is always a whole window
+        self._text = array("i", [END]) * WINDOW  # so that a whole window can be compared
         self._index(len(tokens))
         self.extend(tokens)
 
@@ -51,7 +50,7 @@ class TokenIndex:
         return sum(4 * len(one) for one in (self._text, self._before, self._last))
 
     def append(self, token: int) -> None:
-        """Another token at its end."""
+        """Appends a token."""
         text = self._text
         if len(text) >= self._room:
             self._index(1)
@@ -62,22 +61,22 @@ class TokenIndex:
         self._last[slot] = len(text)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Other tokens at its end; only as many of the last as half of it holds."""
+        """Appends tokens; of too many, only the last, half of the limit."""
         new = np.array(tokens[-self._keep :], np.int32)
         if len(self._text) + len(new) > self._room:
             self._index(len(new))
         self._enter(new)
 
     def longest(self, known: TokenIndex, guess: int) -> tuple[int, int]:
-        """Where the end of a text occurred here, and what followed.
+        """Finds where the end of a text occurred here.
 
         Args:
             known: the text; may be this one.
-            guess: a position that is looked at, too, and preferred if it is as good; 0 for none.
+            guess: a position to try, too, preferred if it is as good; 0 for none.
 
         Returns:
-            The position of what followed the longest match, of those places that were looked at,
-            and the match's length, below 2 if there is none.
+            The position after the longest match among the places compared, and the match's length,
+            below 2 if there is none.
         """
         text, whole = known._text, self._text
         held = len(text) - WINDOW
@@ -98,7 +97,7 @@ class TokenIndex:
         for _ in range(CANDIDATES):
             if not place or best == WINDOW:
                 break
-            # Only where one more token is the same, which most have not, it is longer.
+            # It is longer only if one more token is equal, which is rare.
             if whole[place - 1 - best] == text[-1 - best]:
                 common = _common(whole, place, end)
                 if common > best:
@@ -107,8 +106,8 @@ class TokenIndex:
         return found + self.dropped, min(best, held)
 
     def following(self, position: int, most: int) -> list[int]:
-        """At most `most` tokens from `position` on, to the end of its text. A text without an end
-        goes on as it went from there to where it is now."""
+        """At most `most` tokens from `position` to the end of the text. At the end it continues
+        with the tokens from `position` on again."""
         begin = position - self.dropped
         tokens = self._text[begin : begin + most].tolist()
         if END in tokens:
@@ -116,7 +115,7 @@ class TokenIndex:
         return (tokens * (most // max(len(tokens), 1) + 1))[:most]
 
     def _index(self, more: int) -> None:
-        """Makes its tables anew, with room for `more` tokens, which are less than half of it."""
+        """Rebuilds the tables with room for `more` tokens, less than half of the limit."""
         text = self._text
         over = len(text) - WINDOW + more > self._limit
         if over:
@@ -124,7 +123,7 @@ class TokenIndex:
             self.dropped += drop
             text = text[:WINDOW] + text[WINDOW + drop :]
         held = len(text) - WINDOW
-        wanted = (held + more) * 5 // 4 + 256  # an output of usual length needs no other
+        wanted = (held + more) * 5 // 4 + 256  # an output of usual length needs no other rebuild
         bits = min((wanted - 1).bit_length(), (self._limit - 1).bit_length())
         self._room = WINDOW + min(1 << bits, self._limit)
         self._shift = 32 - bits
@@ -154,6 +153,6 @@ class TokenIndex:
 
 
 def _common(text: array[int], place: int, end: int) -> int:
-    """How many tokens before `place` are the last ones of a window that is the number `end`."""
+    """How many tokens before `place` equal the last ones of a window, given as the number `end`."""
     differ = int.from_bytes(text[place - WINDOW : place], "little") ^ end
     return WINDOW - (differ.bit_length() + 31) // 32

@@ -1,4 +1,4 @@
-"""Text to token ids, and token ids to text as they come, one at a time.
+"""Text to token ids, and token ids to text incrementally, as they are generated.
 
 A detokeniser only returns text that no later token can change: it never splits a UTF-8 character,
 whose bytes may come in several tokens. Special tokens yield no text, unless they are asked for.
@@ -29,8 +29,8 @@ from jaxserve.sched.request import ContextLengthExceeded, InvalidRequest, too_ma
 log = logging.getLogger(__name__)
 
 FILE_NAME = tokenizer_files.TOKENIZER
-_CHARACTER = 4  # most bytes, and so most tokens, that make one character
-_PROMPT_TAIL = 2 * _CHARACTER  # tokens of the prompt that are looked at
+_CHARACTER = 4  # most bytes, and so most tokens, of a character
+_PROMPT_TAIL = 2 * _CHARACTER  # tokens of the prompt that are used
 _REPLACEMENT = "\ufffd"
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 # What breaks the library at this breaks it at most texts. The runs are for patterns that try every
@@ -41,15 +41,15 @@ _PROBE = " A b, 1.5\t\n  \u00e9e\u0301 \u00df \u043f \u6c34 \ufb01 \U0001f98a" +
 
 
 class Detokenizer(Protocol):
-    """The text of one continuation. Its deltas add up to what decoding prompt and output at once
-    appends to the prompt's text."""
+    """The text of one continuation. Its deltas add up to the text that decoding prompt and output
+    at once appends to the prompt's text."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; often "", while a character is unfinished."""
+        """The text that these tokens complete; often "", while a character is incomplete."""
         ...
 
     def flush(self) -> str:
-        """The rest, at the end. Unfinished characters become U+FFFD, as in decoding at once."""
+        """The rest of the text. Incomplete characters become U+FFFD, as in decoding at once."""
         ...
 
 
@@ -60,11 +60,11 @@ class Tokenizer(Protocol):
         """Encodes a text. Does not hold the interpreter.
 
         Args:
-            text: what to encode.
-            most: most tokens that are accepted; None for any number. Texts that are certainly too
-                long are not even encoded.
+            text: the text to encode.
+            most: most tokens that are accepted; None for no limit. Texts that are certainly too
+            long are not even encoded.
             special: whether to add the special tokens that the model expects (such as a first one).
-                False if the text already has them.
+            False if the text already has them.
 
         Raises:
             InvalidRequest: the text has too many tokens (field `prompt`), or this model takes no
@@ -73,7 +73,7 @@ class Tokenizer(Protocol):
         ...
 
     def max_bytes(self, tokens: int) -> int | None:
-        """UTF-8 bytes of the longest text that may make so many tokens; None for no limit."""
+        """UTF-8 bytes of the longest text with at most this many tokens; None for no limit."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -81,7 +81,7 @@ class Tokenizer(Protocol):
         ...
 
     def piece(self, token_id: int) -> bytes:
-        """One token by itself, for display. Special tokens give their names."""
+        """A single token, for display. Special tokens give their names."""
         ...
 
     def detokenizer(self, prompt: Sequence[int] = (), shown: Sequence[int] = ()) -> Detokenizer:
@@ -98,7 +98,8 @@ class HFTokenizer:
     """A Hugging Face tokenizer.json; methods as in `Tokenizer`."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        # Left over from training in some files: prompts would be cut silently, or padded.
+        # Some files have these settings left over from training: prompts would be cut or padded
+        # silently.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -118,10 +119,10 @@ class HFTokenizer:
             if problem is not None:
                 raise ContextLengthExceeded("prompt", problem)
         try:
-            # `encode` alone holds the interpreter until it is done, this one does not.
+            # `encode` holds the interpreter lock until it is done, this method does not.
             (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)
         except BaseException as error:
-            text.encode()  # half a surrogate pair is no text: UnicodeEncodeError
+            text.encode()  # half a surrogate pair is not text: UnicodeEncodeError
             problem = f"the model's tokenizer fails on this text: {_said(error)}"
             raise InvalidRequest("prompt", problem) from None
         if most is not None and len(encoding) > most:
@@ -134,11 +135,11 @@ class HFTokenizer:
         return None if self._limit is None else self._limit.max_bytes(tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """See `Tokenizer`. Bytes that form no character become U+FFFD."""
+        """See `Tokenizer`. Bytes that are not a character become U+FFFD."""
         return self._decode(token_ids)
 
     def piece(self, token_id: int) -> bytes:
-        """See `Tokenizer`. Its bytes as they are behind other text, with the space before it."""
+        """See `Tokenizer`. Its bytes as they follow other text, with the space before it."""
         if self._bytes is not None and (known := self.token_bytes(token_id)):
             return known
         token = self._tokenizer.id_to_token(token_id)
@@ -146,7 +147,7 @@ class HFTokenizer:
             return b""
         if self._byte_fallback and (byte := _BYTE.fullmatch(token)):
             return bytes([int(byte[1], 16)])
-        # Decoders in the manner of SentencePiece drop the space before the first token.
+        # Decoders like SentencePiece's drop the space before the first token.
         once, twice = (self._decode([token_id] * n, special=True) for n in (1, 2))
         return (twice[len(once) :] if twice.startswith(once) else once).encode()
 
@@ -172,7 +173,7 @@ class HFTokenizer:
         return token_id in self._special or self._tokenizer.id_to_token(token_id) is None
 
     def is_unfinished(self, token_ids: Iterable[int]) -> bool:
-        """Whether what decodes to U+FFFD may be the beginning of a character."""
+        """Whether tokens that decode to U+FFFD may be the beginning of a character."""
         if not self._byte_fallback:
             return True
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -202,7 +203,7 @@ class HFTokenizer:
             return b""
         if all(char in BYTE_OF_CHAR for char in token):
             return bytes(BYTE_OF_CHAR[char] for char in token)
-        return token.encode()  # an added token, kept as it is written
+        return token.encode()  # an added token, stored as text
 
 
 class NullTokenizer:
@@ -213,7 +214,7 @@ class NullTokenizer:
         raise InvalidRequest("text", "this model has no tokenizer; send token ids instead")
 
     def max_bytes(self, tokens: int) -> int | None:
-        """0: it takes none."""
+        """0: it accepts no text."""
         return 0
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -225,7 +226,7 @@ class NullTokenizer:
         return b""
 
     def detokenizer(self, prompt: Sequence[int] = (), shown: Sequence[int] = ()) -> Detokenizer:
-        """One whose deltas are all empty."""
+        """A detokeniser whose deltas are all empty."""
         return _Silent()
 
     def definition(self) -> None:

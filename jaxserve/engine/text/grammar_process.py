@@ -1,4 +1,4 @@
-"""The other end of `grammar_worker.py`: finds out what a grammar takes where it can harm nobody."""
+"""Tries grammars in other processes (`grammar_worker.py`), where they cannot harm the engine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ _STOPPING = "the engine is shutting down"
 _MODULE = "jaxserve.engine.text.grammar_worker"
 MIB = 1 << 20
 PROCESSES = 2
-"""Grammars that are compiled at a time, so that one that takes long does not hold up another."""
+"""Grammars compiled at a time, so that a slow one does not delay others."""
 BURST = 50
-"""Masks whose time a text has beforehand: the first ones of a usual schema take longer than later
-ones."""
-_MEMORY = 256 * MIB  # beyond what the tokenizer takes
-_FROM_OUTSIDE = -signal.SIGKILL, -signal.SIGTERM  # as where the machine has no memory left
-_START_S, _WALL_S = 60.0, 60.0  # also on a machine that has others to serve
+"""Masks whose time a text may use in advance: the first masks of a usual schema take longest."""
+_MEMORY = 256 * MIB  # in addition to the tokenizer's memory
+_FROM_OUTSIDE = -signal.SIGKILL, -signal.SIGTERM  # as if the machine has run out of memory
+_START_S, _WALL_S = 60.0, 60.0  # long, since the machine may be busy
 
 
 @dataclass(frozen=True)
 class GrammarLimits:
-    """What grammars may take.
+    """Limits of grammars.
 
     Attributes:
-        compile_s: seconds of a processor, for one to be compiled.
-        kept_mib: MiB of memory, for all that are kept compiled; a quarter for one.
-        mask_ms: milliseconds of a processor, for each mask of a text on average.
+        compile_s: CPU seconds to compile one.
+        kept_mib: MiB of memory for all compiled grammars that are kept; a quarter for one.
+        mask_ms: CPU milliseconds per mask of a text, on average.
     """
 
     compile_s: float = 2.0
@@ -42,33 +41,33 @@ class GrammarLimits:
 
     @property
     def kept(self) -> int:
-        """Bytes of all that are kept."""
+        """Most bytes of all kept grammars."""
         return int(self.kept_mib * MIB)
 
     @property
     def most(self) -> int:
-        """Bytes of one."""
+        """Most bytes of one grammar."""
         return self.kept // 4
 
     def mask_s(self, masks: int) -> float:
-        """Seconds that so many masks of a text may take."""
+        """CPU seconds that this many masks of a text may take."""
         return (BURST + masks) * self.mask_ms / 1e3
 
     @property
     def mask_problem(self) -> str:
-        """What is said of one whose masks take longer."""
+        """The error message for a grammar whose masks take longer."""
         most = f"more than {self.mask_ms:g} ms of a processor each"
         return f"takes too long for each token: {most} (engine.grammar_mask_ms)"
 
 
 class GrammarProcesses:
-    """Processes that try grammars. They start with the first one. Thread-safe.
+    """Processes that try grammars, started with the first one. Thread-safe.
 
     Args:
-        definition: as of `Grammars`.
-        vocab_size: likewise.
-        eos_ids: likewise.
-        limits: what grammars may take.
+        definition: see `Grammars`.
+        vocab_size: see `Grammars`.
+        eos_ids: see `Grammars`.
+        limits: limits of grammars.
     """
 
     def __init__(
@@ -86,8 +85,8 @@ class GrammarProcesses:
         self._end = weakref.finalize(self, _kill, self._all)
 
     def size(self, grammar: Grammar) -> int:
-        """Bytes that it keeps compiled. Raises InvalidRequest for a grammar that takes more than
-        one may, EngineStopped once closed, and QueueFull where there can be no process."""
+        """Bytes of the compiled grammar. Raises InvalidRequest for a grammar that exceeds the
+        limits, EngineStopped once closed, and QueueFull if no process can be started."""
         process = self._take()
         try:
             found = self._asked(process, grammar)
@@ -104,7 +103,7 @@ class GrammarProcesses:
         return int(found["bytes"])
 
     def close(self) -> None:
-        """Ends the processes, whatever they do. Idempotent."""
+        """Ends the processes at once. Idempotent."""
         with self._changed:
             self._closed = True
             self._end()
@@ -115,13 +114,13 @@ class GrammarProcesses:
         try:
             question = {"kind": grammar.kind, "text": grammar.text}
             found = process.ask(question, _WALL_S + 10 * cpu_s)
-        except (TimeoutError, ProcessEnded):  # of its children it says itself how they end
+        except (TimeoutError, ProcessEnded):  # it reports the exits of its children itself
             if self._closed:
                 raise EngineStopped(_STOPPING) from None
             raise QueueFull("the process for grammars gave no answer; try again later") from None
         if (code := found.get("died")) is None:
             return found
-        if code in _FROM_OUTSIDE:  # perhaps before it had the question, which another answers
+        if code in _FROM_OUTSIDE:  # perhaps before it had the question; ask another one
             process.kill()
             process.end()
             raise QueueFull("the process that tried the grammar was killed; try again later")
@@ -134,14 +133,14 @@ class GrammarProcesses:
         return {"problem": f"takes {most}"}
 
     def _take(self) -> LimitedProcess:
-        """One that nobody else asks."""
+        """A process that is free."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._idle or len(self._all) < PROCESSES)
             while self._idle and not self._closed:
                 process = self._idle.pop()
                 if not process.ended:
                     return process
-                process.end()  # it has died while nobody asked it anything
+                process.end()  # it has died while it was idle
                 self._all.discard(process)
             if self._closed:
                 raise EngineStopped(_STOPPING)

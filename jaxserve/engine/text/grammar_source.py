@@ -1,8 +1,8 @@
-"""What llguidance (https://github.com/guidance-ai/llguidance) is given: grammars in its form, and
-its limits. It parses them and makes the masks.
+"""Grammars in the form of llguidance (https://github.com/guidance-ai/llguidance), and its limits.
+llguidance parses grammars and makes masks.
 
-It is imported with the first grammar that comes. Nothing else that takes long is imported here: a
-process that is to compile one grammar begins with this.
+Imported with the first grammar. Nothing else that takes long is imported here: a process that
+compiles one grammar begins with this module.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
-# White space between two parts of JSON ends: a model may else write nothing but that.
+# White space between parts of JSON is limited: a model might otherwise write nothing else.
 _JSON: JsonCompileOptions = {
     "whitespace_flexible": True,
     "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}",
-    # A keyword that is not known is an error, whatever the schema itself says of that.
+    # An unknown keyword is an error, whatever the schema itself says about it.
     "lenient": False,
     "coerce_one_of": False,
 }
-# In llguidance's units. They do not bound all that a grammar takes: `grammar_process.py` does. The
-# states are of one text, which has about 2 KiB for each; usual schemas need a few hundred.
+# In llguidance's units. They do not bound everything that a grammar takes; `grammar_process.py`
+# does. States are per text, at about 2 KiB each; usual schemas need a few hundred.
 _COMPILE_FUEL, _STEP_FUEL, _MAX_STATES = 300_000, 50_000, 20_000
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _CLASSES = {
@@ -41,20 +41,20 @@ _META = frozenset(r"\.+*?()|[]{}^$")
 
 
 def make_tokenizer(definition: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
-    """The library's own tokenizer; with a large vocabulary it takes a second. The arguments are
-    those of `Grammars`."""
+    """The library's own tokenizer; with a large vocabulary this takes a second. See `Grammars` for
+    the arguments."""
     from llguidance import LLTokenizer
 
     ends = list(eos_ids) or None
     try:
         return LLTokenizer(definition, vocab_size, eos_token=ends)
-    except ValueError:  # it has tokens that the model has not; no mask will have them
+    except ValueError:  # it has tokens that the model lacks; masks will not allow them
         return LLTokenizer(definition, eos_token=ends)
 
 
 def make_matcher(grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """The grammar at its beginning. Raises InvalidRequest if it is malformed, unsupported or too
-    complex."""
+    """A matcher at the grammar's beginning. Raises InvalidRequest if the grammar is malformed,
+    unsupported or too complex."""
     from llguidance import LLMatcher, LLParserLimits
 
     try:
@@ -96,7 +96,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _rewritten(text: str) -> str:
-    """A schema as the compiler takes it. What cannot be read is for the compiler to name."""
+    """A schema in the compiler's dialect. Unreadable ones are left for the compiler to report."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -114,8 +114,8 @@ def _with_schemas(lark: str, schemas: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _as_ecma(escaped: re.Match[str]) -> str:
-    r"""\d and \w, and their opposites, as ECMAScript has them, ASCII: the library takes those of
-    every script, but in a schema's pattern. What it reads may have classes within classes."""
+    r"""\d and \w, and their opposites, in ASCII as in ECMAScript: except in a schema's pattern, the
+    library uses those of every script. Its input may have nested classes."""
     return _CLASSES.get(escaped[0], escaped[0])
 
 
@@ -124,7 +124,7 @@ def _literal(text: str) -> str:
 
 
 def one_line(problem: str) -> str:
-    """A parser's message, which may be long and drawn over several lines."""
+    """A parser's message, which may be long and have several lines, as one line."""
     lines = [line.strip() for line in problem.splitlines()]
     text = " ".join(line for line in lines if line and set(line) - set("^ |"))
     return text if len(text) <= 300 else f"{text[:297]}..."

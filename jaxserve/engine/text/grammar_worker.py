@@ -1,9 +1,9 @@
-"""The process that tries grammars: it has a child compile them, which has limits, and says what
-that took. Another child goes on where one was killed: to read the tokenizer again would take a
-second.
+"""The process that tries grammars: a child with limits compiles them, and reports what that took.
+If a child is killed, another takes over: reading the tokenizer again would take a second.
 
-The library's own limits do not hold: a schema of a hundred characters can take it for ever. What it
-compiles cannot be moved to another process, so a grammar that passes here is compiled again there.
+The library's own limits are not enough: a schema of a hundred characters can keep it busy for ever.
+Compiled grammars cannot be moved to another process, so a grammar that passes here is compiled
+again there.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 PROBED = 16
-"""Masks behind the first one that are tried."""
-_NOBODY = 77  # exit code of a child that nobody asked anything
+"""Masks that are tried after the first one."""
+_NOBODY = 77  # exit code of an idle child
 
 
 class _MallocInfo(ctypes.Structure):
@@ -44,7 +44,7 @@ class _MallocInfo(ctypes.Structure):
 
 
 def _allocated() -> int:
-    """Bytes that are in use; on systems that do not say, resident ones."""
+    """Bytes in use; resident bytes on systems that do not report it."""
     try:
         mallinfo = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError):
@@ -55,8 +55,8 @@ def _allocated() -> int:
 
 
 def tried(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
-    """What it takes: `bytes` that a compiled one keeps, and `mask_s`, seconds of a processor for
-    `masks` masks behind the first; or what is wrong with it, as `problem`."""
+    """The cost of a grammar: `bytes` that it keeps when compiled, and `mask_s`, CPU seconds of
+    `masks` masks after the first; or its `problem`."""
     before = _allocated()
     try:
         matcher = make_matcher(grammar, tokenizer)
@@ -71,7 +71,7 @@ def tried(grammar: Grammar, tokenizer: LLTokenizer) -> dict[str, Any]:
 
 
 def _walk(matcher: LLMatcher) -> tuple[int, float]:
-    """How many masks there are along a text of it, and their seconds of a processor."""
+    """Number of masks along a text of the grammar, and their CPU seconds."""
     draw, took, masks = random.Random(0), 0.0, 0
     matcher = matcher.deep_copy()
     while masks < PROBED:
@@ -87,7 +87,7 @@ def _walk(matcher: LLMatcher) -> tuple[int, float]:
 
 
 def _any_of(mask: bytes, draw: random.Random) -> int | None:
-    """A token of it."""
+    """A token that the mask allows."""
     for _ in range(64):
         place = draw.randrange(len(mask))
         if mask[place]:
@@ -100,8 +100,8 @@ def _any_of(mask: bytes, draw: random.Random) -> int | None:
 
 
 def serve_trials(connection: socket.socket) -> None:
-    """Answers until the other side closes the connection. The first question is what all have in
-    common. `died` is the exit code of a child that has said nothing."""
+    """Answers until the other side closes the connection. The first message has what all questions
+    share. `died` is the exit code of a child that gave no answer."""
     shared = read_question(connection)
     tokenizer = make_tokenizer(shared["definition"], shared["vocab_size"], shared["eos_ids"])
     connection.sendall(frame({}))
@@ -119,7 +119,7 @@ def serve_trials(connection: socket.socket) -> None:
 def _answer(
     connection: socket.socket, tokenizer: LLTokenizer, cpu_s: float, memory: int
 ) -> NoReturn:
-    """The child: it answers until it is killed, or has grown."""
+    """The child: answers until it is killed, or uses too much memory."""
     begin = memory_pages()[0]
     limit_memory(begin + memory)
     while memory_pages()[0] < begin + memory // 4:
@@ -135,5 +135,5 @@ def _answer(
 
 
 if __name__ == "__main__":
-    os.nice(5)  # those who are served come first
+    os.nice(5)  # serving has priority
     serve_trials(socket.socket(fileno=0))

@@ -1,4 +1,4 @@
-"""Text that is what a grammar says: which tokens may come next, for each continuation."""
+"""Grammars for text: which tokens may come next, for each continuation."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 
 _SLOW = 256  # that are remembered
-_LEAST = 4096  # bytes of any grammar, beside what its compiler takes
+_LEAST = 4096  # bytes of any grammar, in addition to the compiler's
 
 
 class GrammarMatcher:
     """The state of one continuation in its grammar: a `Matcher`.
 
     Args:
-        matcher: at the grammar's beginning.
-        keep: mask of the tokens that ever may follow.
-        start: another one there, which stays there.
-        limits: what its masks may take.
-        on_breach: called where they take more, which is the text's end.
+        matcher: a matcher at the grammar's beginning.
+        keep: mask of the tokens that are ever allowed.
+        start: another matcher at the beginning, which stays there.
+        limits: limits of its masks.
+        on_breach: called when masks take longer, which ends the text.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GrammarMatcher:
         masks = [self.mask()]
         for token in tokens:
             allowed = masks[-1]
-            # A second end would be taken, and could not be taken back.
+            # A second end token would be accepted, and could not be taken back.
             if allowed is None or not has(allowed, token) or self._matcher.is_stopped():
                 break
             self._matcher.consume_token(token)
@@ -90,10 +90,10 @@ class GrammarMatcher:
             return 0
         valid = 0
         for token in tokens:
-            # What is unknown to the library would be the matcher's end.
+            # A token that the library does not know would end the matcher.
             if self._matcher.is_stopped() or not has(self._keep, token):
                 break
-            # Where bytes are forced, the mask has only the token by which a tokenizer writes them.
+            # If bytes are forced, the mask has only the token with which a tokenizer writes them.
             with self._timed():
                 forced = self._matcher.compute_ff_tokens()
                 fits = (
@@ -110,7 +110,7 @@ class GrammarMatcher:
         """See `Matcher`."""
         tokens: list[int] = []
         while len(tokens) < most and not self._late:
-            # What comes after the first may be other tokens once that one is taken.
+            # The tokens after the first may change once that one is taken.
             with self._timed():
                 forced = self._matcher.compute_ff_tokens()
             if not forced or not has(self._keep, forced[0]):
@@ -122,8 +122,8 @@ class GrammarMatcher:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """All that asks the library what may follow: the engine's thread does it for everybody.
-        Time of the processor, so that it is the same beside others."""
+        """Times every query for allowed tokens, since the engine's thread does them for all
+        requests. CPU time, so that it does not depend on other work."""
         begin = time.thread_time()
         yield
         self._took += time.thread_time() - begin
@@ -132,11 +132,11 @@ class GrammarMatcher:
             self._on_breach()
 
     def _take_back(self, tokens: int) -> None:
-        """Back to the state before the last `tokens`. A copy would be as right, and takes 17 us
-        for each 1,000 tokens of the text."""
+        """Goes back to the state before the last `tokens` tokens. A copy would do as well, but
+        takes 17 us for each 1,000 tokens of the text."""
         if not tokens:
             return
-        if self._matcher.is_error():  # which it cannot leave: they may never come
+        if self._matcher.is_error():  # a permanent state, but the tokens may never come
             self._matcher = self._start.deep_copy()
             self._matcher.consume_tokens(self._fed.tolist())
         else:
@@ -159,10 +159,11 @@ class CompiledGrammar:
 
     Args:
         matcher: at the grammar's beginning.
-        keep: mask of the tokens that ever may follow, without end-of-sequence tokens.
-        keep_ends: likewise, with the model's end-of-sequence tokens.
-        limits: what masks may take.
-        on_breach: called with its tenant by the matcher of each continuation whose masks take more.
+        keep: mask of the tokens that are ever allowed, without end-of-sequence tokens.
+        keep_ends: the same with the model's end-of-sequence tokens.
+        limits: limits of masks.
+        on_breach: called with the tenant by the matcher of each continuation whose masks take
+        longer.
     """
 
     def __init__(
@@ -185,23 +186,23 @@ class CompiledGrammar:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What came of a grammar, and its bytes: compiled, or why it is refused."""
+    """The result for a grammar, and its bytes: compiled, or why it is refused."""
 
     made: CompiledGrammar | str
     size: int
 
 
 class Grammars:
-    """Compiles grammars for a model's tokens, and keeps the last ones. Thread-safe.
+    """Compiles grammars for a model's tokens, and keeps the latest ones. Thread-safe.
 
     Args:
         definition: content of the tokenizer.json; None if there is none.
         vocab_size: tokens of the vocabulary.
         eos_ids: tokens that may end a text.
-        limits: what grammars may take.
+        limits: limits of grammars.
 
     Attributes:
-        breaches: texts that ended for the time that their grammar took.
+        breaches: texts that ended because of the time of their grammar.
     """
 
     def __init__(
@@ -220,38 +221,38 @@ class Grammars:
             else GrammarProcesses(definition, vocab_size, eos_ids, self._limits)
         )
         self._kept: OrderedDict[Grammar, _Kept] = OrderedDict()
-        self._slow: dict[tuple[str, Grammar], None] = {}  # tenants, and what took too long for them
+        self._slow: dict[tuple[str, Grammar], None] = {}  # grammars that were too slow
         self._size, self.breaches = 0, 0
         self._lock, self._loading = threading.Lock(), threading.Lock()
 
     @property
     def kept_bytes(self) -> int:
-        """Memory of what is kept."""
+        """Bytes of the kept grammars."""
         return self._size
 
     def close(self) -> None:
-        """Ends what is being compiled. Idempotent."""
+        """Ends running compilations. Idempotent."""
         if self._processes is not None:
             self._processes.close()
 
     def known(self, grammar: Grammar) -> bool:
-        """Whether it is kept, compiled or refused, and so is among the last to make room."""
+        """Whether the grammar is kept, compiled or refused; it then becomes the latest one."""
         return self._found(grammar) is not None
 
     def check(self, grammar: Grammar, tenant: str) -> None:
-        """Raises InvalidRequest where a text of the tenant's took too long in this grammar. Where a
-        text goes depends on its prompt, too, so it says nothing of others' texts."""
+        """Raises InvalidRequest if a text of this tenant was too slow in this grammar. Speed also
+        depends on the prompt, so this says nothing about other tenants' texts."""
         if (tenant, grammar) in self._slow:
             raise InvalidRequest(grammar.field_name, self._limits.mask_problem)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """The compiled grammar, at once if it is kept. Others wait for nothing meanwhile.
+        """The compiled grammar, at once if it is kept. Other grammars do not wait for it.
 
         Raises:
-            InvalidRequest: it is malformed, unsupported, takes more than a grammar may, or allows
-                no text; it says which.
+            InvalidRequest: it is malformed, unsupported, exceeds a limit, or allows no text; the
+            message says which.
             EngineStopped: after `close`.
-            QueueFull: no process can be had to try it.
+            QueueFull: no process can be started to try it.
         """
         found = self._found(grammar)
         if found is None:
@@ -280,7 +281,7 @@ class Grammars:
         return found
 
     def _keep(self, grammar: Grammar, found: _Kept) -> None:
-        """In place of what is known of it. The oldest make room."""
+        """Keeps the result, in place of an older one. The oldest grammars make room."""
         with self._lock:
             self._drop(grammar)
             self._kept[grammar] = found
@@ -293,7 +294,7 @@ class Grammars:
             self._size -= old.size + 4 * len(grammar.text) + _LEAST
 
     def _breached(self, grammar: Grammar, tenant: str) -> None:
-        """None of its tenant's texts begin with it any more."""
+        """Refuses the tenant's further texts with this grammar."""
         self.breaches += 1
         with self._lock:
             self._slow[tenant, grammar] = None
@@ -319,7 +320,7 @@ class Grammars:
             limits=self._limits,
             on_breach=functools.partial(self._breached, grammar),
         )
-        # The first mask takes longest: here, and not on the engine's thread.
+        # The first mask takes longest, so it is made here and not on the engine's thread.
         matcher.compute_bitmask()
         first = made.matcher(ignore_eos=True)
         if first.mask() is None:
