@@ -1,6 +1,6 @@
-"""A booked iteration: the plan, and what the scheduler found out when it booked it.
+"""A booked step: the plan, and what the scheduler derived from it when booking.
 
-The executor, the simulator, metrics and tests read it here and do not derive it again.
+The executor, the simulator, metrics and tests read these values and do not derive them again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Save:
     """Slots to copy to host memory. The first counts[0] slots are stored under keys[0], and so on.
 
     Attributes:
-        keys: One a segment, see `sched.cache.kv_offload`.
+        keys: One per segment, see `sched.cache.kv_offload`.
         counts: Slots of each segment.
         slots: int32 [sum of counts, 2], (block, slot).
     """
@@ -63,7 +63,7 @@ class Load:
     """Slots to copy back from host memory. keys[0] fills the first counts[0] slots, and so on.
 
     Attributes:
-        keys: One a segment, see `sched.cache.kv_offload`.
+        keys: One per segment, see `sched.cache.kv_offload`.
         counts: Slots of each segment.
         slots: int32 [sum of counts, 2], (block, slot).
     """
@@ -85,24 +85,23 @@ Move = ProjectSlots | CopySlots | Save | Load | Discard
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An iteration that has been booked. Arrays are parallel to plan.rows, [n].
+    """A step that has been booked. Arrays are parallel to plan.rows, [n].
 
     Attributes:
-        plan: What the policy wanted.
+        plan: The policy's plan.
         start, end: Cached tokens of each row before and after, as if no draft were right.
         emits: bool, which rows sample a token.
-        decodes: bool, which compute the newest generated token, drafts behind it, and nothing else.
-        feeds_back: bool, whose last token is the newest generated one, which may be on the device
-            alone.
-        generated: int64, tokens generated, those that the step samples included.
-        hidden: bool, which rows have hidden caches; None where none has.
-        moves: What to do on the device before it, in order.
+        decodes: bool, which rows compute only the newest generated token and drafts after it.
+        feeds_back: bool, rows whose last token is the newest generated one, which may be only on
+        the device.
+        generated: int64, tokens generated, including those that the step samples.
+        hidden: bool, which rows have hidden caches; None if none has.
+        moves: Operations on the device before it, in order.
         preempted: Rows that lost all their cache.
-        sampling: Whether anybody who samples does so otherwise than greedily.
+        sampling: Whether any row that samples does so non-greedily.
         adapted: Whether any row has an adapter.
         num_recomputed_tokens: Tokens that had been in the cache before it was lost.
-        given_up: Rows, in the batch or not, that are not going to meet their targets, as is known
-            since this plan.
+        given_up: Rows, in the batch or not, that will miss their targets, known since this plan.
     """
 
     plan: BatchPlan
@@ -130,29 +129,29 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the batch: of decodes, prefills and what is recomputed."""
+        """Tokens of the batch: of decodes, prefills and recomputation."""
         return int(np.add.reduce(self.plan.num_tokens))
 
     @property
     def num_decode_tokens(self) -> int:
-        """The newest generated ones, be it at the end of a refill."""
+        """The newest generated tokens, including those at the end of a refill."""
         return int(np.count_nonzero(self.feeds_back))
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Those of prompts that are computed for the first time."""
+        """Prompt tokens that are computed for the first time."""
         others = self.num_decode_tokens + self.num_recomputed_tokens + self.num_draft_tokens
         return self.num_tokens - others
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafted ones, right or not."""
+        """Drafted tokens, right or not."""
         drafts = self.plan.drafts
         return 0 if drafts is None else int(np.add.reduce(drafts))
 
     @property
     def known(self) -> np.ndarray:
-        """How many tokens of each row are no drafts, int64 [n]."""
+        """Tokens of each row that are not drafts, int64 [n]."""
         drafts = self.plan.drafts
         return self.plan.num_tokens if drafts is None else self.plan.num_tokens - drafts
 
@@ -167,7 +166,8 @@ class Step:
         return self.plan.rows[self.emits]
 
     def features(self, padding: Padding | None = None) -> BatchFeatures:
-        """What it costs, moves included. padding: the shapes that the engine rounds batches to."""
+        """Features for its cost, including moves. padding: the shapes that the engine rounds
+        batches to."""
         return BatchFeatures.from_rows(
             self.plan.num_tokens,
             self.start,
@@ -181,7 +181,7 @@ class Step:
 
 
 def _moved(moves: tuple[Move, ...]) -> dict[str, int]:
-    """What the moves add to the features, by their names."""
+    """The moves' contributions to the features, by name."""
     found = Counter[str]()
     for move in moves:
         if isinstance(move, ProjectSlots):

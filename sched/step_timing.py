@@ -1,4 +1,4 @@
-"""What a cost model is told of the steps that it has predicted, in the engine and the simulator."""
+"""Feedback to a cost model on the steps that it has predicted, in the engine and the simulator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.size_ratios import SizeRatios
 from jaxserve.sched.step import Move, Step
 
-RECENT = 128  # steps that `StepWatch.overrun` is of
+RECENT = 128  # steps that `StepWatch.overrun` covers
 WITHIN = 0.8  # share of them that it bounds
-HOST_STEPS = 15  # that `HostTimes` is of
-EVERY = 16  # steps from one look at them to the next
+HOST_STEPS = 15  # steps that `HostTimes` covers
+EVERY = 16  # steps between updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Watched:
     """A launched step.
 
     Attributes:
-        features: What the cost model knows of it.
+        features: Its features for the cost model.
         predicted: Seconds that the model predicted at the launch.
         submitted: When it was handed to the device.
-        usual: Whether the features cover all that it does. If not, the model does not learn from
-            it.
+        usual: Whether the features cover everything it does. If not, the model does not learn from
+        it.
     """
 
     features: BatchFeatures
@@ -38,14 +38,14 @@ class Watched:
 
 
 class HostTimes:
-    """The host's time for a step, which the device waits for if the next plan waits for its tokens
+    """The host's time for a step, which delays the device if the next plan waits for its tokens
     (`Device.host_gap_s`): the median of the last ones. The first takes longer than all others."""
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=HOST_STEPS)
 
     def note(self, seconds: float) -> float:
-        """Another step's. Returns what one takes."""
+        """Adds a step. Returns the usual time of one."""
         self._last.append(seconds)
         return sorted(self._last)[(len(self._last) - 1) // 2]
 
@@ -60,27 +60,27 @@ class StepWatch:
 
     Args:
         model: Predicts. An `OnlineCostModel` learns from what was measured.
-        padding: How steps are rounded up; None for not at all.
+        padding: How steps are rounded up; None for no padding.
 
     Attributes:
         done: When the tokens of the last step came.
-        overrun: How many times its prediction a step took, WITHIN of the last RECENT ones no more;
-            at least 1, and 1 at first.
-        ratios: The same by size.
+        overrun: Ratio of measured to predicted time that WITHIN of the last RECENT steps do not
+        exceed; at least 1, and 1 at first.
+        ratios: The ratios by size.
     """
 
     def __init__(self, model: CostModel, padding: Padding | None) -> None:
         self.model = model
         self._padding = padding
-        self._moves: tuple[Move, ...] = ()  # launched without a batch since the last one
+        self._moves: tuple[Move, ...] = ()  # launched without a batch since the last step with one
         self.done = -math.inf
         self.overrun = 1.0
         self.ratios = SizeRatios()
-        self._ratios: deque[float] = deque(maxlen=RECENT)  # taken over predicted
+        self._ratios: deque[float] = deque(maxlen=RECENT)  # measured over predicted
         self._finished = 0
 
     def moved(self, step: Step) -> None:
-        """A step without a batch was launched."""
+        """Notes the launch of a step without a batch."""
         self._moves += step.moves
 
     def launched(
@@ -91,13 +91,13 @@ class StepWatch:
         usual: bool = True,
         features: BatchFeatures | None = None,
     ) -> Watched:
-        """A step with a batch was handed to the device.
+        """Notes the launch of a step with a batch.
 
         Args:
             step: The step.
             now: Seconds.
             usual: See `Watched`.
-            features: Those of the step, if the caller has them.
+            features: Features of the step, if the caller has them.
         """
         if self._moves:
             step = dataclasses.replace(step, moves=self._moves + step.moves)
@@ -107,9 +107,9 @@ class StepWatch:
         return Watched(features, float(self.model.batch_time(features)), now, usual)
 
     def free_at(self, *flying: Watched, host_gap_s: float = 0.0) -> float:
-        """When the device is predicted to begin the next step: once it has finished the launched
-        steps whose tokens have not come, in order. Without one, so many seconds after the last
-        tokens came as the host then takes until it launches (`Device.host_gap_s`); -inf before the
+        """When the device is predicted to begin the next step: after it has finished the launched
+        steps whose tokens have not come, in order. Without such a step, when the host can launch
+        after the last tokens have come (`Device.host_gap_s` seconds later); -inf before the
         first."""
         free_at = self.done + (0.0 if flying else host_gap_s)
         for step in flying:
@@ -117,11 +117,11 @@ class StepWatch:
         return free_at
 
     def finished(self, step: Watched, now: float) -> float:
-        """The step's tokens are on the host. Returns the seconds that it took. Steps finish in the
+        """Notes that the step's tokens are on the host. Returns its seconds. Steps finish in the
         order in which they were launched."""
         seconds = now - max(step.submitted, self.done)
         self.done = now
-        if step.usual and seconds > 0:  # where the clock has not moved, it says nothing
+        if step.usual and seconds > 0:  # if the clock has not moved, it says nothing
             ratio = seconds / step.predicted if step.predicted else 1.0
             self._note(ratio)
             self.ratios.note(step.features, ratio)

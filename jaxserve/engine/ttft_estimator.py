@@ -1,5 +1,4 @@
-"""How long a request that arrives now would wait: published by the engine thread, asked by
-others."""
+"""Expected waits of requests that arrive now: published by the engine thread, read by others."""
 
 from __future__ import annotations
 
@@ -19,14 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class LiveTtftEstimator:
-    """Predicts the time to first token of requests. Only the engine thread calls `publish`. The
-    other methods are for any thread and do not block it.
+    """Predicts the time to first token of requests. Only the engine thread calls `publish`. Any
+    thread may call the other methods, which do not block the engine.
 
     Args:
-        scheduler: what it plans with.
+        scheduler: the engine's scheduler.
         watch: knows when the device was last free.
         clock: seconds; `Request.arrival` is on it.
-        arrivals: returns the continuations that the engine thread has admitted or refused so far.
+        arrivals: returns the number of continuations that the engine thread has admitted or
+        refused.
 
     Attributes:
         backlog: the work left when the last step had been launched.
@@ -43,7 +43,7 @@ class LiveTtftEstimator:
         self._arrivals = arrivals
         self._lock = threading.Lock()
         self._submitted = 0  # continuations
-        # Submitted before it, the request, when it was submitted, tokens that it finds.
+        # Earlier submissions, the request, when it was submitted, tokens that it finds cached.
         self._since: deque[tuple[int, Request, float, int]] = deque()
         self._seen: TtftEstimator | None = None
         self.publish()
@@ -57,7 +57,7 @@ class LiveTtftEstimator:
         self._latest = self._arrivals(), TtftEstimator(backlog)
 
     def submitted(self, request: Request, now: float) -> None:
-        """Counts a request in that the engine may not have admitted yet."""
+        """Counts a request that the engine may not have admitted yet."""
         with self._lock:
             predicts = self._current()
             if self._submitted >= self._latest[0]:
@@ -88,8 +88,8 @@ class LiveTtftEstimator:
 
 
 def _arrived(predicts: TtftEstimator, request: Request, now: float, cached: int) -> None:
-    """Adds the request to the queue. If the policy fails to place it there, only the predictions
-    get worse."""
+    """Adds the request to the queue. If the policy fails to rank it, only the predictions get
+    worse."""
     try:
         predicts.arrived(request, now, cached)
     except Exception:

@@ -1,20 +1,20 @@
-"""How long a newly arriving request would wait for its first token.
+"""The expected wait of a newly arriving request for its first token.
 
-A fluid estimate from a `Backlog`, without following a policy from step to step. The first token
-comes after as many steps as its own prompt tokens and those before it take, or after as many
-decodes as running requests need to leave rows and blocks for all of them, whichever is longer. Both
-are priced by the scheduler's cost model. Where something cannot be known, the estimate errs short,
-so that too few late requests are refused rather than too many: policies without a known order
-(`Policy.queue_priority`) are taken to serve the newcomer first, caches do not grow, and nothing is
-preempted for their growth. Who makes room for the newcomer is what the policy says it is
+A fluid estimate from a `Backlog`, which does not simulate a policy step by step. The first token
+comes after the steps for its own prompt tokens and those before it, or after the decodes that
+running requests need until they leave rows and blocks for all of them, whichever takes longer. Both
+are priced by the scheduler's cost model. If something cannot be known, the estimate errs short, so
+that too few late requests are refused rather than too many: policies without a known order
+(`Policy.queue_priority`) are assumed to serve the newcomer first, caches do not grow, and nothing
+is preempted for their growth. The policy says which requests make room for the newcomer
 (`Policy.makes_room`).
 
 A router has a coarser estimate of the same kind (`routing/estimate.py`), for all replicas at once
-and from sums, since a snapshot has no requests in it. It knows tiers where this knows places in the
-policy's order; it lets blocks and rows come free evenly where this follows output lengths; and it
-spreads a step's own price over tokens where this counts steps. Neither can replace the other: this
-one takes a backlog and 25 us for one engine. Where nothing is short and all come in order, the two
-differ by a step and rounding to whole tokens; a test checks that.
+and from sums, since a snapshot contains no requests. It knows tiers, this one knows places in the
+policy's order; it frees blocks and rows evenly, this one by output lengths; it spreads a step's
+fixed price over tokens, this one counts steps. Neither can replace the other: this one needs a
+backlog, and 25 us for one engine. If nothing is short and all come in order, the two differ by a
+step and by rounding to whole tokens; a test checks that.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from jaxserve.sched.request import Request
 from jaxserve.sched.slo.backlog import Backlog, Known
 from jaxserve.sched.state.output_lengths import Survival
 
-_POINTS = 48  # of time, at which it is asked who has left
-_SPAN = 3.0  # mean outputs until the last of them
+_POINTS = 48  # points in time at which remaining requests are counted
+_SPAN = 3.0  # mean outputs until the last of these points
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Seconds until a request's first token: as things are, and on an idle engine."""
+    """Seconds until a request's first token: under the present load, and on an idle engine."""
 
     seconds: float
     alone: float
 
 
 class _Work(NamedTuple):
-    """Prompts to compute: how many, their tokens and the cost model's sums over them; how many of
-    them have not begun, and the blocks that those take."""
+    """Prompts to compute: their number, their tokens and the cost model's sums over them; how many
+    of them have not begun, and the blocks that those take."""
 
     prompts: int
     tokens: int
@@ -58,7 +58,7 @@ class _Work(NamedTuple):
 
 
 class _Came:
-    """Work by standing, in arrays that double: as many may come in a step as the queue holds."""
+    """Work by standing, in arrays that double: a step may bring as many as the queue holds."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -66,7 +66,7 @@ class _Came:
         self._work = np.empty((16, len(_Work._fields)), np.int64)
 
     def add(self, standing: float, work: _Work) -> None:
-        """One more."""
+        """Adds work."""
         if self._count == len(self._standing):
             twice = (np.concatenate([a, a]) for a in (self._standing, self._work))
             self._standing, self._work = twice
@@ -74,32 +74,32 @@ class _Came:
         self._count += 1
 
     def until(self, place: float) -> np.ndarray:
-        """Of those that stand no later, the sums, int64 [6]."""
+        """Sums of the work that stands no later, int64 [6]."""
         before = self._standing[: self._count] <= place
         return self._work[: self._count][before].sum(axis=0)
 
 
 class TtftEstimator:
-    """Predicts from one backlog. Slow parts are computed once, on first use; then a query takes
-    two bisections, and a question to the policy where memory or rows are short. Any thread may ask,
-    one at a time."""
+    """Predicts from one backlog. Slow parts are computed once, on first use; then a query takes two
+    bisections, and a query of the policy if memory or rows are short. Any thread may ask, one at a
+    time."""
 
     def __init__(self, backlog: Backlog) -> None:
         self._backlog = backlog
-        self._came: dict[str, _Came] = {}  # since, by tenant
+        self._came: dict[str, _Came] = {}  # work that has come since, by tenant
         self._count = backlog.received
         self._free_at = backlog.free_at
 
     def arrived(self, request: Request, now: float, cached: int = 0) -> None:
-        """One has come since the backlog was taken, and is in the queue.
+        """Adds a request that was queued after the backlog was taken.
 
         Args:
             request: The request.
             now: When it was submitted, in seconds on the backlog's clock.
-            cached: Tokens of its prompt that it finds.
+            cached: Cached tokens of its prompt.
         """
         if not len(self._backlog) and self._count == self._backlog.received:
-            self._free_at = max(self._free_at, now)  # it had nothing to do until now
+            self._free_at = max(self._free_at, now)  # it was idle until now
         place = self._place(self._known(request, now, cached), now)
         self._count += request.sampling.n
         if place is not None:
@@ -107,13 +107,13 @@ class TtftEstimator:
             self._came.setdefault(request.tenant, _Came()).add(place, own)
 
     def wait(self, request: Request, now: float, cached: int = 0) -> Wait:
-        """Of a request that is submitted now, from its arrival on. Of its continuations, of the
-        first.
+        """The wait of a request that is submitted now, from its arrival on; with several
+        continuations, that of the first.
 
         Args:
             request: The request.
             now: Seconds, on the backlog's clock.
-            cached: Tokens of its prompt that it finds.
+            cached: Cached tokens of its prompt.
         """
         backlog, own = self._backlog, self._own(request, cached)
         known = self._known(request, now, cached)
@@ -129,7 +129,7 @@ class TtftEstimator:
         waited = now - (request.arrival or now)
         return Wait(waited + max(alone, seconds + (self._free_at - now)), alone)
 
-    # Who is before it.
+    # Work before the request.
 
     def _known(self, request: Request, now: float, cached: int) -> Known:
         backlog = self._backlog
@@ -153,8 +153,8 @@ class TtftEstimator:
         return _Work(1, tokens, tokens * (tokens + 2 * cached), cached, 1, blocks)
 
     def _before(self, place: float | None, request: Request, own: _Work) -> _Work:
-        """The work before the request: of running requests and its tenant's waiting ones, all that
-        rank no later; of other tenants' waiting ones, no more than their share meanwhile."""
+        """The work before the request: running requests and its tenant's waiting ones that rank no
+        later; of other tenants' waiting requests, no more than their share in that time."""
         if place is None:
             return _NOTHING
         tenant, shares = request.tenant, self._backlog.shares
@@ -174,19 +174,21 @@ class TtftEstimator:
         return before
 
     def _counter(self, tenant: str) -> float:
-        """The tenant's counter. One that was idle has saved up nothing (`FairShares.join`)."""
+        """The tenant's counter. A tenant that was idle has not saved anything up
+        (`FairShares.join`)."""
         counter = self._backlog.shares.get(tenant, Share()).counter
         return counter if tenant in self._queues else max(counter, self._least)
 
     @cached_property
     def _least(self) -> float:
-        """The least counter of waiting tenants; the largest of all if none waits."""
+        """The lowest counter of waiting tenants; the highest of all tenants if none waits."""
         shares = self._backlog.shares
         waiting = [shares[name].counter for name in self._queues if name is not None]
         return min(waiting, default=max((one.counter for one in shares.values()), default=0.0))
 
     def _until(self, tenant: str | None, place: float) -> _Work:
-        """Of a tenant's that wait and stand no later than that, or None: of those that run."""
+        """Work of the tenant's waiting requests up to that place; with None, of running
+        requests."""
         found = np.zeros(6, np.int64)
         if tenant in self._queues:
             standing, sums = self._queues[tenant]
@@ -197,7 +199,7 @@ class TtftEstimator:
 
     @cached_property
     def _queues(self) -> dict[str | None, tuple[np.ndarray, np.ndarray]]:
-        """By tenant of those that wait, and None for those that run, those with more to compute
+        """By tenant, the waiting requests, and with None the running ones that have more to compute
         than a decode."""
         backlog, known = self._backlog, self._backlog.known
         pending = np.flatnonzero(~known.decoding)
@@ -210,7 +212,7 @@ class TtftEstimator:
         return found
 
     def _queue(self, pending: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """These, by standing, [m], and sums of `_Work` over the first 0, 1, ... m of them,
+        """The requests by standing, [m], and sums of `_Work` over the first 0, 1, ... m of them,
         int64 [6, m + 1]."""
         backlog, known = self._backlog, self._backlog.known
         standing = self._standing
@@ -238,19 +240,19 @@ class TtftEstimator:
     def _given_up(self, place: float | None, known: Known, now: float) -> tuple[int, int]:
         """Rows and blocks that running requests would lose to the request."""
         blocks = self._backlog.blocks
-        if place is None:  # it is taken to be served first, so all make room for it
+        if place is None:  # it is assumed to be served first, so all make room
             return self._holders, int(blocks.sum())
         losers = self._backlog.makes_room(known, now)
         return int(np.count_nonzero(losers)), int(blocks[losers].sum())
 
-    # What it takes.
+    # Time of the work.
 
     def _seconds(self, work: _Work, steps: float) -> float:
-        """Of the prompts, and of decodes until so many steps have gone by."""
+        """Seconds of the prompts, and of decodes until this many steps have passed."""
         prefill, taken = self._prefill(work, self._decodes, self._read)
         if steps <= 0:
             return prefill
-        # By then those have started that there was room for.
+        # By then, requests for which there was room have started.
         rows = min(self._backlog.max_rows, self._holders + work.starts)
         mean = self._read / self._decodes if self._decodes else work.tokens / work.prompts
         decode = self._backlog.step_time(BatchFeatures(rows, rows, rows * mean, rows, 0, 0, 0))
@@ -259,7 +261,7 @@ class TtftEstimator:
         return prefill + decode * steps
 
     def _prefill(self, work: _Work, decodes: int, read: float) -> tuple[float, int]:
-        """Seconds of the steps that compute prompts, beside so many decodes, and their number."""
+        """Seconds of the steps that compute prompts, beside this many decodes, and their number."""
         backlog = self._backlog
         if not backlog.policy.mixed_batches:
             decodes, read = 0, 0.0
@@ -271,7 +273,7 @@ class TtftEstimator:
         batch = BatchFeatures(tokens, tokens, read, decodes, quad, prompts, cached)
         return steps * backlog.step_time(batch), steps
 
-    # When there is room.
+    # Time until there is room.
 
     @cached_property
     def _holders(self) -> int:
@@ -287,8 +289,8 @@ class TtftEstimator:
         return float((known.computed[known.decoding] + 1).sum())
 
     def _steps_until(self, rows: float, blocks: float, starts: int) -> float:
-        """Decodes until so many rows and blocks more have been left. starts: requests that begin
-        until then, which leave again themselves."""
+        """Decodes until this many more rows and blocks are free. starts: requests that begin until
+        then, which free theirs again."""
         if rows <= 0 and blocks <= 0:
             return 0.0
         times, left, freed = self._leaving
@@ -302,7 +304,7 @@ class TtftEstimator:
                 continue
             if lack <= curve[-1]:
                 found = max(found, float(np.interp(lack, curve, times)))
-            else:  # in as many decodes as an output has all that there is is left once
+            else:  # after as many decodes as an output has, all memory is freed once
                 rest = (lack - curve[-1]) / share * self._mean
                 found = max(found, float(times[-1]) + rest)
         return found
@@ -315,7 +317,7 @@ class TtftEstimator:
     @cached_property
     def _leaving(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Decodes from now, [_POINTS], and by then the mean number of requests that have ended, and
-        of blocks that are free for it, those included that started in the place of others."""
+        of free blocks, including those of requests that started in the place of others."""
         backlog, known = self._backlog, self._backlog.known
         runs, longer, mean = np.flatnonzero(~known.waiting), self._outputs.longer, self._mean
         times = np.linspace(0.0, _SPAN * self._outputs.mean, _POINTS)
@@ -326,7 +328,7 @@ class TtftEstimator:
         alive[(had + times >= known.most_output[runs][:, None])] = 0.0
         alive[(longer(had) <= 0)[:, 0], 1:] = 0.0
         gone = (1.0 - alive).sum(axis=0)
-        # Renewals: of those that start, as many as outputs end within the time that is left.
+        # Renewals: of the requests that start, the share whose outputs end within the time left.
         going = longer(times)
         if len(self._limits):
             going = going * (self._limits[:, None] > times).mean(axis=0)
@@ -337,13 +339,13 @@ class TtftEstimator:
 
     @cached_property
     def _limits(self) -> np.ndarray:
-        """The most that each waiting request may write."""
+        """Most tokens that each waiting request may write."""
         known = self._backlog.known
         return np.asarray(known.most_output[known.waiting])
 
     @cached_property
     def _mean(self) -> float:
-        """Mean output of the waiting requests, tokens."""
+        """Mean output length of the waiting requests, tokens."""
         if not len(self._limits):
             return self._outputs.mean
         return max(1.0, float(self._outputs.within(self._limits).mean()))

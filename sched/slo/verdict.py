@@ -1,7 +1,7 @@
-"""Whether a request that has just ended is within its own targets.
+"""Whether a request that has just ended has met its own targets.
 
-By the definitions of `sched/slo/metrics.py`, which judges many requests at once; a test holds the
-two to the same. This one is for the engine's thread: one request, in microseconds.
+Uses the definitions of `sched/slo/metrics.py`, which judges many requests at once; a test compares
+both. This one is for the engine's thread: one request, in microseconds.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ _NO_TARGETS = SLO()
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a finished request met its targets; as text `met`, or `missed` and by how much.
+    """Whether a finished request met its targets. As text: `met`, or `missed` and by how much.
 
     Attributes:
-        slo: Its targets, as they count (`SLO.with_max_tbt`).
+        slo: Its targets, after `SLO.with_max_tbt`.
         slo_class: Its SLO class.
         tier: Its tier.
         ttft: Whether TTFT was met; None without such a target.
-        tbt: The same of the 99th percentile of its TBTs.
-        jct: The same of JCT.
-        max_tbt: The same of its longest TBT.
+        tbt: The same for the 99th percentile of its TBTs.
+        jct: The same for JCT.
+        max_tbt: The same for its longest TBT.
         problems: What is wrong with the targets themselves.
-        took: What each target is compared with, by its name, seconds; None where there is no such
-            time.
+        took: The measured value for each target, by name, in seconds; None if there is none.
     """
 
     slo: SLO
@@ -54,7 +53,7 @@ class Verdict:
 
     def _missed(self, name: str) -> str:
         target, took = getattr(self.slo, name), self.took.get(name)
-        if took is None or took <= target:  # it failed before
+        if took is None or took <= target:  # it has failed before
             return f"{name} of {target:.4g} s"
         return f"{name} {took:.4g} s > {target:.4g} s"
 
@@ -95,8 +94,8 @@ def judge(
         request: The request.
         token_times: When its tokens came, ascending.
         end: When it ended.
-        complete: Whether it ended by itself, with its last token. If it was cancelled, it is judged
-            as if its next token had come at `end`.
+        complete: Whether it ended by itself, with its last token. A cancelled request is judged as
+        if its next token had come at `end`.
         failed: Whether it failed, and so met no target.
         problems: What is wrong with the targets themselves.
 

@@ -1,25 +1,25 @@
-"""How often drafts are right, learned for each request and, as a start, for its tenant.
+"""How often drafts are right, learned for each request, starting from its tenant's record.
 
-Drafters propose for every token, whether a plan takes the draft or not, so that each token says
-whether the first of the proposed ones would have been right. Learning costs no step. Drafts that
-more speaks for are taken to be right as often as those that less speaks for, until they have a
-record of their own.
+Drafters propose for every token, whether a plan uses the draft or not, so each token shows whether
+the first proposed token would have been right. Learning thus costs no steps. Drafts with stronger
+evidence are assumed to be right as often as those with weaker evidence, until they have a record of
+their own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-PRIOR = 0.3  # of a kind of draft of which nothing is known
+PRIOR = 0.3  # for a kind of draft without a record
 PRIOR_WEIGHT = 2.0  # in observations
-TENANT_WEIGHT = 3.0  # what a tenant's record counts for in a request's, in observations
-TENANT_MEMORY = 0.99  # what is left of a record with each observation
+TENANT_WEIGHT = 3.0  # weight of the tenant's record in a request's, in observations
+TENANT_MEMORY = 0.99  # factor of a record with each observation
 REQUEST_MEMORY = 0.9
-TENANTS = 1024  # whose records are kept
+TENANTS = 1024  # most tenants with a record
 
 
 class _Rate:
-    """Of which share was right, lately."""
+    """Recent share of correct drafts."""
 
     __slots__ = ("right", "seen")
 
@@ -31,18 +31,18 @@ class _Rate:
         self.seen = self.seen * memory + 1.0
 
 
-# By the drafter's name, and how much spoke for the draft: a list that grows as far as needed.
+# By the drafter's name and the strength of the draft: a list that grows as needed.
 _Rates = dict[str, list[_Rate]]
 
 
 class AcceptanceRates:
-    """Of all tenants, bounded. Not thread-safe."""
+    """Records of all tenants, bounded. Not thread-safe."""
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[str, _Rates] = OrderedDict()
 
     def of(self, tenant: str) -> RequestRates:
-        """For a new request of a tenant."""
+        """The record for a new request of a tenant."""
         known = self._tenants.setdefault(tenant, {})
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > TENANTS:
@@ -51,14 +51,14 @@ class AcceptanceRates:
 
 
 class RequestRates:
-    """Of one request.
+    """The record of one request.
 
     Args:
         tenant: The record of its tenant, which it adds to.
 
     Attributes:
-        guessed: Tokens that were noted so far.
-        right: Those of them that were right.
+        guessed: Tokens with a proposal so far.
+        right: Tokens that equalled their proposals.
     """
 
     def __init__(self, tenant: _Rates) -> None:
@@ -66,13 +66,13 @@ class RequestRates:
         self.guessed = self.right = 0
 
     def estimate(self, source: str, strength: int = 0) -> float:
-        """How likely the first token of such a draft is right."""
+        """The probability that the first token of such a draft is right."""
         found, tenant = PRIOR, self._tenant.get(source)
-        if tenant is None:  # it has the request's tokens, too
+        if tenant is None:  # it includes the request's tokens
             return found
         own = self._own.get(source, ())
         known = len(own)
-        # Of what spoke less for it first: each is where the next begins.
+        # From weaker evidence to stronger: each record is the prior of the next.
         for number, one in enumerate(tenant[: strength + 1]):
             found = (one.right + found * PRIOR_WEIGHT) / (one.seen + PRIOR_WEIGHT)
             if number < known:
@@ -81,7 +81,7 @@ class RequestRates:
         return found
 
     def note(self, source: str, strength: int, right: bool) -> None:
-        """Whether a proposed token was right, of those behind which all were."""
+        """Notes whether a proposed token was right; all before it in the draft were right."""
         self.guessed += 1
         self.right += right
         for rates, memory in ((self._own, REQUEST_MEMORY), (self._tenant, TENANT_MEMORY)):

@@ -1,18 +1,18 @@
-"""Who drafts how much: as many tokens as the step-time model says that they pay for.
+"""How much each row drafts: as many tokens as pay off by the step-time model.
 
-A decode step reads all weights for one token a row. A draft that is right saves its row one such
-step, of which it has a share; computing the draft makes this step longer, and the next one is not
-planned until it is known what was right. The first is compared with the second for every size of
-step that is compiled (`padding.tokens`). So a batch that fills the device drafts nothing, and one
-row alone drafts wherever it repeats itself.
+A decode step reads all weights for one token per row. A correct draft saves its row's share of one
+such step; computing the draft makes this step longer, and delays planning the next one until
+results are known. The saving is compared with the cost for every compiled size of step
+(`padding.tokens`). So a batch that fills the device drafts nothing, and a single row drafts
+wherever its text repeats itself.
 
-Who waits for a first token gains nothing and waits as much longer as who decodes. Where it has a
-target that can still be met, it counts as one more row whose share drafts have to save.
+A request that waits for its first token gains nothing, and waits longer like the decoding rows. If
+its target can still be met, it counts as one more row whose share drafts have to save.
 
-Time between tokens: nobody's step is made so long that a row misses its target that would meet it
-otherwise, nor the next one planned so late. Rows that are about to miss it draft first, and while
-there are any, rows with a target that are ahead of it draft nothing (AdaServe and SLOs-Serve have
-such a rule, with a model that drafts).
+Time between tokens: no step is made so long that a row misses a target that it would meet
+otherwise, nor is the next one planned so late. Rows that are about to miss it draft first, and
+while there are any, rows that are ahead of their target draft nothing (AdaServe and SLOs-Serve have
+such a rule, with a draft model).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from jaxserve.sched.plan import BatchPlan
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING, WAITING, RequestTable
 
-MOST = 7  # drafts of a row in a step
-MARGIN = 0.02  # of the step's time, which drafts have to save at least
-FIRST_TRIAL = 8  # steps that could have drafted, before one does against the model's advice
-LIKELY = 0.8  # how likely its first token is right, of a draft that is tried
-LEFT_OUT = 63  # chances to wait, at most, for tokens in flight that brought no drafts before
-EVERY = 16  # choices for as many decodes, before what steps take is asked again
-URGENT = 2.0  # what a token counts for of a row that is about to miss its target
+MOST = 7  # drafts per row in a step
+MARGIN = 0.02  # least share of the step's time that drafts have to save
+FIRST_TRIAL = 8  # first of these steps without drafts until a trial
+LIKELY = 0.8  # least probability of its first token, for a draft to be tried
+LEFT_OUT = 63  # most chances to skip after drafts did not come
+EVERY = 16  # choices for as many decodes until step times are updated
+URGENT = 2.0  # weight of tokens of a row that is about to miss its target
 
 
 class _Batch(NamedTuple):
-    """What is planned without drafts.
+    """The plan without drafts.
 
     Attributes:
-        features: Of all of it, before padding.
-        rows: int64 [n], those that decode.
-        num_rows: How many rows there are.
-        prompts: Whether there are prompts to compute, in this step or one that comes.
+        features: Features of the whole batch, before padding.
+        rows: int64 [n], rows that decode.
+        num_rows: Number of rows.
+        prompts: Whether there are prompts to compute, in this step or a later one.
     """
 
     features: BatchFeatures
@@ -57,15 +57,15 @@ class _Batch(NamedTuple):
 def with_drafts(
     plan: BatchPlan, view: View, now: float, prices: DraftPrices, *, trial: bool = False
 ) -> BatchPlan:
-    """The plan, with drafts behind those of its decodes for which they pay. Plans that move or
-    preempt caches stay as they are: memory is short then.
+    """The plan, with drafts for its decodes if they pay off. Plans that move or preempt caches stay
+    as they are: memory is short then.
 
     Args:
-        plan: Of the policy.
-        view: What it was made from.
+        plan: The policy's plan.
+        view: The view that it was made from.
         now: Seconds.
-        prices: What steps take.
-        trial: Whether they are taken even if they do not pay (`Trials`).
+        prices: Step times.
+        trial: Whether drafts are used even if they do not pay off (`Trials`).
     """
     table, pool, rows = view.table, view.pool, plan.rows
     if not len(rows) or plan.operations:
@@ -113,8 +113,8 @@ def with_drafts(
 
 
 def expects_drafts(view: View, now: float, prices: DraftPrices) -> bool:
-    """Whether a plan of all decodes would draft once the tokens in flight are known. The first of
-    what is offered is one of those then, if it is right."""
+    """Whether a plan of all decodes would draft once the tokens in flight are known. The first
+    offered token is one of those, if it is right."""
     table = view.table
     rows = table.in_state(RUNNING)
     rows = rows[(table.generated[rows] > 0) & (table.pending(rows) == 1)]
@@ -137,14 +137,14 @@ def expects_drafts(view: View, now: float, prices: DraftPrices) -> bool:
 
 
 class Trials:
-    """Drafts that are most likely right, and do not pay by the step-time model, are tried all the
-    same now and then, ever more seldom: a model that learns has to see such steps to know them."""
+    """Drafts that are probably right, but do not pay off by the step-time model, are still tried
+    now and then, ever more rarely: a model that learns has to see such steps."""
 
     def __init__(self) -> None:
         self._left_out, self._wait = 0, FIRST_TRIAL
 
     def due(self, view: View) -> bool:
-        """Drafts do not pay now: whether to try some."""
+        """Drafts do not pay off now: whether to try some."""
         if not isinstance(view.cost_model, OnlineCostModel):
             return False
         rows = view.table.in_state(RUNNING)
@@ -157,9 +157,9 @@ class Trials:
 
 
 class Patience:
-    """Whether to wait for tokens that are expected to bring drafts. What a policy plans beside the
-    decodes may leave no time for any, so after each wait in vain that many more chances are left
-    out, up to LEFT_OUT in a row."""
+    """Whether to wait for tokens that are expected to bring drafts. The rest of a policy's plan may
+    leave no time for drafts, so after each wait in vain more and more chances are skipped, up to
+    LEFT_OUT in a row."""
 
     def __init__(self) -> None:
         self._to_leave = self._left = 0
@@ -179,12 +179,12 @@ class Patience:
 
 
 def _prompts(table: RequestTable, decodes: int) -> bool:
-    """Whether others than so many that decode have something to compute."""
+    """Whether any request has something to compute besides these decodes."""
     return len(table.in_state(WAITING)) > 0 or len(table.in_state(RUNNING)) > decodes
 
 
 def _due(table: RequestTable, now: float) -> int:
-    """How many wait for a first token, and may have it within their target."""
+    """How many requests wait for a first token that can still be in time."""
     rows = np.concatenate([table.in_state(WAITING), table.in_state(RUNNING)])
     deadline = table.arrival[rows] + table.ttft[rows]
     due = (table.generated[rows] == 0) & (now < deadline) & (deadline < np.inf)
@@ -192,13 +192,13 @@ def _due(table: RequestTable, now: float) -> int:
 
 
 def _most(view: View, rows: np.ndarray, offered: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Drafts that each row may have at most, int64 [n], of those that are offered. end: its cached
-    tokens without any."""
+    """Most drafts of each row, int64 [n], among the offered ones. end: its cached tokens without
+    drafts."""
     table, pool = view.table, view.pool
     left = table.max_tokens[rows] - table.generated[rows] - 1
     most = np.minimum(np.minimum(offered, MOST), left)
     both = pool.both_ends()
-    if len(both):  # where somebody comes from the other end there may be no room for what is wrong
+    if len(both):  # if another row fills the block, wrong drafts may have no room
         most[np.isin(rows, pool.owners[both])] = 0
     return np.asarray(np.clip(most, 0, pool.width * pool.block_size - end))
 
@@ -217,14 +217,14 @@ def _choose(
     """How many drafts each row computes, int64 [n].
 
     Args:
-        batch: What they are added to.
-        rows: int64 [n], of decodes.
-        most: int64 [n], drafts that each may have.
+        batch: The plan without drafts.
+        rows: int64 [n], rows that decode.
+        most: int64 [n], most drafts of each row.
         view: The step-time model and the limits.
         now: Seconds.
-        prices: What steps take.
-        flying: int64 [n], offered tokens of each row that have to be right before its first draft.
-        trial: As in `with_drafts`.
+        prices: Step times.
+        flying: int64 [n], offered tokens of each row that must be right before its first draft.
+        trial: See `with_drafts`.
     """
     table, limits, none = view.table, view.limits, np.zeros(len(rows), np.int64)
     widest = limits.max_rows if view.padding is None else view.padding.rows[-1]
@@ -237,13 +237,13 @@ def _choose(
         view.device.host_gap_s,
         view.device.overrun,
     )
-    # The next step begins so much later. If it has a prompt beside the decodes, it may have no time
-    # to spare.
+    # The next step begins this much later. With a prompt beside the decodes, it may have no time to
+    # spare.
     following = max(plain, prices.with_prompts if batch.prompts else 0.0) * overrun
     targets = table.tbt[batch.rows]
     if np.count_nonzero((following <= targets) & (targets < following + host_gap_s * overrun)):
         return none
-    # Who has a token in flight gets it when this step begins.
+    # A row with a token in flight gets it when this step begins.
     begin = view.step_end(now)
     came = np.where(table.generated > table.received, begin, table.last_token)
     slack = came + table.tbt - begin
@@ -274,13 +274,13 @@ def _choose(
 def _gains(
     acceptance: np.ndarray, most: np.ndarray, flying: np.ndarray | int, late: np.ndarray
 ) -> np.ndarray:
-    """What each draft is worth in tokens, row by row, one after the other, float64 [n * MOST]: the
-    chance that it and all before it are right, more where the row is late.
+    """The value of each draft in tokens, row by row, float64 [n * MOST]: the probability that it
+    and all before it are right, weighted if the row is late.
 
     Args:
-        acceptance: float64 [n], how likely the first one is right.
-        most: int64 [n], drafts that each row may have.
-        flying: As in `_choose`.
+        acceptance: float64 [n], probability that the first one is right.
+        most: int64 [n], most drafts of each row.
+        flying: See `_choose`.
         late: bool [n], rows that are about to miss their target.
     """
     depth = np.arange(1, MOST + 1)
@@ -290,13 +290,13 @@ def _gains(
 
 
 class _Times:
-    """What steps with drafts take.
+    """Times of steps with drafts.
 
     Attributes:
-        sizes: int64 [m], numbers of drafts: none, those that fill a step of some size, and as many
-            as there is room for.
-        seconds: float64 [m], of the step with at most so many.
-        share: What a decode of one row takes of a step in which all of them decode, seconds.
+        sizes: int64 [m], numbers of drafts: none, those that fill a step of some size, and the most
+        that there is room for.
+        seconds: float64 [m], of the step with at most that many.
+        share: One row's share of a step in which all rows decode, seconds.
     """
 
     def __init__(self, batch: _Batch, view: View, room: int) -> None:
@@ -315,8 +315,8 @@ class _Times:
 
 
 class DraftPrices:
-    """What steps with drafts take. Where all rows decode, it is asked anew only now and then: from
-    one plan to the next, each cache has grown by a token.
+    """Times of steps with drafts. If all rows decode, they are updated only now and then: from one
+    plan to the next, each cache has grown by one token.
 
     Attributes:
         with_prompts: Seconds of the last plan in which a prompt was computed, without drafts.
@@ -328,7 +328,7 @@ class DraftPrices:
         self.with_prompts = 0.0
 
     def of(self, batch: _Batch, view: View, room: int) -> _Times:
-        """Of the batch, with up to `room` drafts."""
+        """Times of the batch with up to `room` drafts."""
         if len(batch.rows) < batch.num_rows:
             return _Times(batch, view, room)
         size, read = (batch.num_rows, room), int(batch.features.decode_kv)
@@ -341,7 +341,7 @@ class DraftPrices:
 
 
 def _ratios(view: View, tokens: np.ndarray, singles: np.ndarray) -> np.ndarray:
-    """How many times their predictions steps of so many tokens take lately, float64 [n]."""
+    """Recent ratios of measured to predicted time of steps with these tokens, float64 [n]."""
     ratios, padding = view.device.ratios, view.padding
     padded = tokens if padding is None else padding.padded(tokens, singles)
     found = zip(padded.tolist(), singles.tolist(), strict=True)

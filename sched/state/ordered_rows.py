@@ -1,4 +1,4 @@
-"""The rows of a table in one state, in an order that is maintained instead of sorted anew."""
+"""The rows of a table in one state, in an order that is maintained instead of sorted again."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Keys = Callable[[np.ndarray], np.ndarray]
 
 
 class OrderedRows:
-    """Rows in `state`, by keys that no two of them share and that stay as they are while the row is
-    in that state. stale: whether any has come or gone since it was asked.
+    """Rows in `state`, ordered by distinct keys that do not change while the row is in that state.
+    stale: whether any has come or gone since the last query.
 
-    Nothing is noted before it is asked for the first time, or where nobody asks for long."""
+    Changes are tracked only from the first query on, and not if the last query was long ago."""
 
     def __init__(self, state: int) -> None:
         self.state, self.stale = state, True
@@ -21,7 +21,7 @@ class OrderedRows:
         self._joined: list[np.ndarray] = []
 
     def join(self, rows: np.ndarray) -> None:
-        """They are in the state from now on."""
+        """Notes that these rows have entered the state."""
         self.stale = True
         if self._rows is not None:
             self._joined.append(rows)
@@ -37,7 +37,7 @@ class OrderedRows:
         return self._rows
 
     def _after(self, column: np.ndarray, keys: Keys) -> np.ndarray:
-        """From those of before, who were in order, and those who have joined."""
+        """Merges the previous rows, which were in order, and those that have joined."""
         if self._rows is None:
             every = np.flatnonzero(column == self.state)
             return every[np.argsort(keys(every))]
@@ -46,7 +46,7 @@ class OrderedRows:
             return rows[column[rows] == self.state]
         new = self._joined[0] if len(self._joined) == 1 else np.concatenate(self._joined)
         new = new[column[new] == self.state]
-        # A row may have left and come back meanwhile, as itself or as another request.
+        # A row may have left and come back, with the same request or another one.
         column[new] = -1
         rows = rows[column[rows] == self.state]
         column[new] = self.state
@@ -64,4 +64,4 @@ class OrderedRows:
         if first == last:
             return np.concatenate([new[:first], rows, new[first:]])
         rows = np.concatenate([rows, new])
-        return rows[np.argsort(keys(rows), kind="stable")]  # quick, of two that are in order
+        return rows[np.argsort(keys(rows), kind="stable")]  # fast for two ordered parts

@@ -1,10 +1,10 @@
-"""How long outputs get, learned from finished ones (InferMax section 6).
+"""Output lengths, learned from finished outputs (InferMax section 6).
 
-An output cut by its limit would have gone on, to an unknown length. To leave it out would bias
+An output cut by its limit would have continued to an unknown length. Leaving it out would bias
 lengths down, since long outputs are cut; so would counting it as ended there. It is censored: it
-shows that an output got that long, but not where it ends, which is what the estimator of Kaplan and
-Meier ("Nonparametric estimation from incomplete observations", 1958) is for. If no output got
-longer, it counts as ended (Efron's tail correction).
+shows that an output got that long, but not where it ends, as in the estimator of Kaplan and Meier
+("Nonparametric estimation from incomplete observations", 1958). If no output got longer, it counts
+as ended (Efron's tail correction).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 BINS_PER_OCTAVE = 8
 BINS = 32 * BINS_PER_OCTAVE
-ENOUGH = 32  # outputs that must have ended before their lengths tell
+ENOUGH = 32  # least ended outputs for their lengths to be used
 HALF_LIFE = 4096  # outputs after which an earlier one has half the weight
 DECAY = 0.5 ** (1 / HALF_LIFE)
 
@@ -39,9 +39,9 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._reached = np.zeros(BINS)  # weight of those that ended, or were cut, in the bin
-        self._ended = np.zeros(BINS)  # of those that ended there by themselves
-        self._mean = np.zeros(BINS)  # length of the former
+        self._reached = np.zeros(BINS)  # weight of outputs that ended, or were cut, in the bin
+        self._ended = np.zeros(BINS)  # weight of outputs that ended there by themselves
+        self._mean = np.zeros(BINS)  # mean length of outputs that ended or were cut there
         self._expected: np.ndarray | None = None
         self.count = 0
 
@@ -69,10 +69,10 @@ class OutputLengths:
         return self._reached.copy(), self._ended.copy()
 
     def _by_bin(self) -> np.ndarray:
-        """Mean length of the outputs that get as far as each bin, float64 [bins]; 0 if none has.
+        """Mean length of the outputs that reach each bin, float64 [bins]; 0 if none has.
 
-        From the last bin down: of all that got there, a share has ended there, and the others are
-        as long as those that got further.
+        From the last bin down: a share of the outputs that reach a bin ended there, and the others
+            are as long as those that got further.
         """
         expected = np.zeros(len(self._mean))
         at_risk = mean = 0.0
@@ -88,13 +88,12 @@ class OutputLengths:
 
 
 class Survival:
-    """The survival function of output lengths. Outputs that are still being written are included as
-    censored, like those that were cut; otherwise short outputs, which end first, would count too
-    much.
+    """The survival function of output lengths. Unfinished outputs are included as censored, like
+    those that were cut; otherwise short outputs, which end first, would count too much.
 
     Args:
         reached, ended: From `OutputLengths.counted`.
-        going: int64 [n], tokens so far of each output that is being written.
+        going: int64 [n], tokens so far of each unfinished output.
 
     Attributes:
         mean: Mean length of an output, tokens, at least 1.
@@ -106,7 +105,7 @@ class Survival:
         at_risk = np.cumsum(reached[::-1])[::-1]
         share = ended / np.where(at_risk > 0, at_risk, 1.0)
         share[int(np.max(np.flatnonzero(reached), initial=0)) :] = 1.0
-        # At the ends of the bins; every output has a token.
+        # At the ends of the bins; every output has at least one token.
         self._longer = np.concatenate([[1.0], np.cumprod(1.0 - share)])
         widths = np.diff(_EDGES, prepend=0.0)
         between = (self._longer + np.concatenate([[1.0], self._longer[:-1]])) / 2

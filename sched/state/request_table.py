@@ -1,8 +1,8 @@
-"""The state of every request in the engine, one NumPy array a property.
+"""The state of every request in the engine, one NumPy array per property.
 
-A policy ranks thousands of requests with array operations; nothing here is per object.
-Tokens are counted in three numbers: `prompt_len + generated` are known, `computed` of them are in
-the cache, and the rest are pending. There are no phases: a prefill, a chunk, a refill after a
+A policy ranks thousands of requests with array operations; there are no objects per request. Tokens
+are counted in three numbers: `prompt_len + generated` are known, `computed` of them are in the
+cache, and the rest are pending. There are no phases: a prefill, a chunk, a refill after a
 preemption and a decode are all "compute the next c of the pending tokens".
 """
 
@@ -22,7 +22,7 @@ class State(enum.IntEnum):
     """WAITING requests hold no cache, RUNNING ones do. DRAINING ones have launched their last
     token, which is in flight; HELD ones wait while it is other tenants' turn
     (`sched/fairness/fair_queue.py`), or until another continuation of their prompt has computed it.
-    Policies see neither of these."""
+    Policies see neither DRAINING nor HELD requests."""
 
     FREE = 0
     WAITING = 1
@@ -32,21 +32,21 @@ class State(enum.IntEnum):
 
 
 class Outlook(enum.IntEnum):
-    """What the policy has given up of a request (`BatchPlan`). Once MISSED, it is not going to meet
-    its targets. Once RELEGATED, it is served with what is left, behind all others."""
+    """What the policy expects for a request (`BatchPlan`). A MISSED request will not meet its
+    targets. A RELEGATED one is also served with what is left, behind all others."""
 
     OPEN = 0
     MISSED = 1
     RELEGATED = 2
 
 
-# Looking a member up in an enum takes longer than the comparison it is for, and so does comparing.
+# Looking up, or comparing, a member of an enum takes longer than the comparison that needs it.
 FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
 MISSED, RELEGATED = int(Outlook.MISSED), int(Outlook.RELEGATED)
 
 
 class RequestTable:
-    """Struct of arrays over `capacity` rows, one row a request. Times in seconds, lengths in
+    """Struct of arrays over `capacity` rows, one row per request. Times in seconds, lengths in
     tokens.
 
     `state` changes only through `add`, `move` and `remove`.
@@ -54,8 +54,8 @@ class RequestTable:
     Attributes:
         state: int8, `State`.
         seq: int64, order of arrival.
-        last_batch_order: int64, order in which requests were last in a batch.
-        preempted_order: int64, of its last preemption, from 1; 0 for none.
+        last_batch_order: int64, order of the requests' last times in a batch.
+        preempted_order: int64, order of the last preemptions, from 1; 0 for none.
         arrival: float64.
         first_token: float64, when the first token reached the host; inf before.
         last_token: float64, when the last token reached the host; the arrival before the first.
@@ -65,26 +65,26 @@ class RequestTable:
         received: int64, generated tokens that have reached the host.
         late_gaps: int64, times between two received tokens that were longer than `tbt`.
         longest_gap: float64, the longest time between two received tokens; 0 before the second.
-        computed: int64, cached tokens, counted from the launch of the step; of a waiting request,
-            those that it would find.
-        cached_at_start: int64, those that were cached when it first started.
+        computed: int64, cached tokens, counted from the launch of the step; for a waiting request,
+        the tokens that it would find cached.
+        cached_at_start: int64, tokens that were cached when it first started.
         preemptions: int64.
-        lost_from: int64, the most tokens that it had cached when it lost some.
+        lost_from: int64, cached tokens when it lost some; the largest such number.
         tier: int8, `Tier`.
         greedy: bool, `SamplingParams.is_plain_greedy`.
-        ttft, tbt, jct, max_tbt: float64, targets that count; inf for none. A target that an idle
-            engine would miss is raised to what that takes.
+        ttft, tbt, jct, max_tbt: float64, targets as policies see them; inf for none. A target that
+        an idle engine would miss is raised to the reachable latency.
         alone: float64, time to the first token on an idle engine; 0 without targets.
         outlook: int8, `Outlook`; it never gets better.
-        offered: int64, drafted tokens that may follow all that are known, see `sched/speculation/`.
-        acceptance: float64, how likely the first of them is right, as far as is known.
-        drafted: int64, drafted tokens that were computed so far.
-        accepted: int64, those of them that were right.
-        value: float64, what it is worth that its targets are met (`Request.value`).
+        offered: int64, drafted tokens that may follow all known tokens, see `sched/speculation/`.
+        acceptance: float64, estimated probability that the first of them is right.
+        drafted: int64, drafted tokens computed so far.
+        accepted: int64, drafted tokens that were right.
+        value: float64, value of meeting its targets (`Request.value`).
         tenant: int64, number in `FairShares`.
-        weight: float64, of its tenant when it came.
-        adapter: int32, number of the adapter that computes it; 0 for the model as it is.
-        output_lengths: Of finished outputs.
+        weight: float64, weight of its tenant when it came.
+        adapter: int32, number of its adapter; 0 for the base model.
+        output_lengths: Lengths of finished outputs.
         num_sampling: Requests that are not greedy.
         num_timed: Requests with a TTFT or a TBT.
         num_adapted: Requests with an adapter.
@@ -95,7 +95,7 @@ class RequestTable:
         self.state = np.zeros(capacity, np.int8)
         self.seq = np.zeros(capacity, np.int64)  # order of arrival
         self.last_batch_order = np.zeros(capacity, np.int64)  # order of the last times in a batch
-        self.preempted_order = np.zeros(capacity, np.int64)  # of its last preemption, from 1
+        self.preempted_order = np.zeros(capacity, np.int64)  # order of the last preemptions, from 1
         self.arrival = np.zeros(capacity)
         self.first_token = np.full(capacity, np.inf)
         self.last_token = np.zeros(capacity)
@@ -108,9 +108,9 @@ class RequestTable:
         self.computed = np.zeros(capacity, np.int64)
         self.cached_at_start = np.zeros(capacity, np.int64)
         self.preemptions = np.zeros(capacity, np.int64)
-        self.lost_from = np.zeros(capacity, np.int64)  # the most it had cached when it lost some
+        self.lost_from = np.zeros(capacity, np.int64)  # most cached tokens when it lost some
         self.tier = np.zeros(capacity, np.int8)
-        self.greedy = np.ones(capacity, bool)  # takes the most likely token, as it is
+        self.greedy = np.ones(capacity, bool)  # takes the most likely token
         self.ttft = np.full(capacity, np.inf)
         self.tbt = np.full(capacity, np.inf)
         self.jct = np.full(capacity, np.inf)
@@ -122,7 +122,7 @@ class RequestTable:
         self.drafted = np.zeros(capacity, np.int64)
         self.accepted = np.zeros(capacity, np.int64)
         self.value = np.ones(capacity)
-        self.tenant = np.zeros(capacity, np.int64)  # as `FairShares` numbers them
+        self.tenant = np.zeros(capacity, np.int64)  # numbered by `FairShares`
         self.weight = np.ones(capacity)
         self.adapter = np.zeros(capacity, np.int32)
         self.output_lengths = OutputLengths()
@@ -137,12 +137,12 @@ class RequestTable:
 
     @property
     def num_free(self) -> int:
-        """Rows without a request: how often `add` still works."""
+        """Rows without a request: how many more `add` can take."""
         return len(self._free)
 
     @property
     def num_added(self) -> int:
-        """Requests so far, those that have been removed included."""
+        """Requests so far, including removed ones."""
         return self._next_seq
 
     def add(self, request: Request, alone: Alone = NOTHING, reachable: Alone | None = None) -> int:
@@ -151,13 +151,13 @@ class RequestTable:
         Args:
             request: The request.
             alone: Its latency on an idle engine that computes all of it.
-            reachable: The same with what is cached of its prompt, which its targets are compared
-                with; None for `alone`.
+            reachable: The same given the cached part of its prompt, to compare its targets with;
+                None for `alone`.
 
         Raises:
             IndexError: The table is full.
         """
-        row = self._free[-1]  # not taken yet: what follows may fail
+        row = self._free[-1]  # taken only later, since the following may fail
         self.seq[row] = self._next_seq
         self.arrival[row] = self.last_token[row] = request.arrival
         self.first_token[row] = np.inf
@@ -183,7 +183,7 @@ class RequestTable:
         return row
 
     def remove(self, row: int) -> None:
-        """Frees the row; its columns are stale then. ValueError if it is free already."""
+        """Frees the row; its columns become stale. ValueError if it is free already."""
         if self.state[row] == FREE:
             raise ValueError(f"row {row} is free already")
         self.num_sampling -= not self.greedy[row]
@@ -193,25 +193,25 @@ class RequestTable:
         self._free.append(row)
 
     def adapt(self, row: int, adapter: int) -> None:
-        """A request that was just added has an adapter of this number; 0 for none."""
+        """Sets the number of the adapter of a request that was just added; 0 for none."""
         self.adapter[row] = adapter
         self.num_adapted += adapter > 0
 
     def receive(self, rows: np.ndarray, now: float, counts: np.ndarray | None = None) -> None:
-        """Tokens of these rows, which are all different, reach the host now.
+        """Notes that tokens of these rows, which are distinct, reach the host now.
 
         Args:
             rows: int64 [n].
             now: Seconds.
-            counts: int64 [n], how many tokens of each; one if None. The time since the one before
-                is spread over them (`sched/slo/deliveries.py`).
+            counts: int64 [n], number of tokens per row; None for one each. The time since the token
+                before is spread over them (`sched/slo/deliveries.py`).
         """
         gap = now - self.last_token[rows]
         several = np.ones(len(rows), np.int64) if counts is None else counts
         first = self.received[rows] == 0
         if np.count_nonzero(first):
             self.first_token[rows[first]] = now
-            gap[first] = 0.0  # it is counted from the arrival
+            gap[first] = 0.0  # the first gap would count from the arrival
         if counts is not None:
             gap /= counts
         self.late_gaps[rows] += several * (gap > self.tbt[rows])
@@ -220,24 +220,24 @@ class RequestTable:
         self.last_token[rows] = now
 
     def give_up(self, rows: np.ndarray, outlook: int) -> np.ndarray:
-        """Lowers the rows' outlook to this one, where it is better. Returns those of them that were
-        not expected to miss their targets before."""
+        """Lowers the rows' outlook to this one, unless it is worse already. Returns the rows that
+        were not expected to miss their targets before."""
         new = rows[self.outlook[rows] < MISSED]
         self.outlook[rows] = np.maximum(self.outlook[rows], outlook)
         return new
 
     def has_targets(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them have any, bool [n]."""
+        """Which rows have targets, bool [n]."""
         targets = (self.ttft, self.tbt, self.jct, self.max_tbt)
         return np.minimum.reduce([column[rows] for column in targets]) < np.inf
 
     def bare(self, rows: np.ndarray) -> np.ndarray:
-        """Which of them are best-effort requests without targets, bool [n]."""
+        """Which rows are best-effort requests without targets, bool [n]."""
         found = self.tier[rows] == Tier.BEST_EFFORT
         return found & ~self.has_targets(rows) if found.any() else found
 
     def move(self, rows: np.ndarray, to: int) -> None:
-        """Gives the rows another state."""
+        """Moves the rows to another state."""
         if not len(rows):
             return
         before = self.state[rows]
@@ -262,7 +262,7 @@ class RequestTable:
         return np.asarray(rows[np.argsort(self.seq[rows])])
 
     def pending(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens known but not in the cache, [len(rows)]."""
+        """Known tokens that are not in the cache, [len(rows)]."""
         return self.prompt_len[rows] + self.generated[rows] - self.computed[rows]
 
     def decoding(self, rows: np.ndarray) -> np.ndarray:
@@ -270,8 +270,8 @@ class RequestTable:
         return (self.generated[rows] > 0) & (self.pending(rows) == 1)
 
     def tokens_ahead(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens that each is expected to write yet (AccelGen's S_g), float64 [len(rows)]: as many
-        as earlier outputs of its length did, or before ENOUGH have ended, all that it may."""
+        """Tokens that each is expected to write (AccelGen's S_g), float64 [len(rows)]: as many as
+        earlier outputs of its length did; all that it may before ENOUGH outputs have ended."""
         generated = self.generated[rows]
         most = (self.max_tokens[rows] - generated).astype(np.float64)
         if self.output_lengths.count < ENOUGH:
@@ -285,8 +285,8 @@ class RequestTable:
         return listing.rows(self.state, self._by_arrival)
 
     def requeued(self) -> np.ndarray:
-        """Waiting rows: preempted ones first, the latest of them at the head, then the others in
-        order of arrival. Read-only, as `in_state`."""
+        """Waiting rows: preempted ones first, starting with the latest, then the others in order of
+        arrival. Read-only, like `in_state`."""
         return self._requeued.rows(self.state, self._by_preemption)
 
     def _by_arrival(self, rows: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""What still fits into the batch being planned, and what is in it so far.
+"""What is in the batch being planned, and what still fits.
 
-Counts only; the pool itself is changed by `Scheduler` once the plan is made.
+Counts only; `Scheduler` changes the pool itself once the plan is made.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _NOTHING = np.zeros(0, np.int64)
 
 
 class MemoryBudget:
-    """Memory left for a plan in the making. The pool itself changes when the plan is booked.
+    """Memory left for a plan that is being made. The pool itself changes when the plan is booked.
 
     Attributes:
-        free: Blocks.
-        slots: Further requests that may start to hold cache.
+        free: Free blocks.
+        slots: Number of further requests that may start to hold a cache.
         preempted: Rows that the plan preempts, in order.
     """
 
     def __init__(self, view: View, max_rows: int | None = None) -> None:
-        """max_rows: requests that may hold cache, where it is not the view's."""
+        """max_rows: most requests that hold a cache, if it is not the view's limit."""
         self.view = view
         most = view.limits.max_rows if max_rows is None else max_rows
         self.free = view.pool.num_free
@@ -43,7 +43,7 @@ class MemoryBudget:
 
     def preempt(self, row: int, gives: int | None = None) -> None:
         """Preempts the row, which must not be in the batch. gives: the blocks that it frees, if
-        known. What two of the preempted share is not counted."""
+        known. Blocks shared by two preempted rows are not counted."""
         self.free += int(self.view.pool.private(row)) if gives is None else gives
         self.slots += 1
         self.preempted.append(row)
@@ -61,11 +61,12 @@ class MemoryBudget:
 
 @dataclass(frozen=True)
 class Expected:
-    """Memory that requests are expected to take.
+    """Memory that requests are expected to need.
 
     Attributes:
-        peak: From rows to the cache tokens that each is expected to end with, int64 [n].
-        of_running: Whether a start must leave free what running requests are expected to take yet.
+        peak: Maps rows to the cache tokens that each is expected to end with, int64 [n].
+        of_running: Whether a start must leave free the blocks that running requests are expected to
+        need.
     """
 
     peak: Callable[[np.ndarray], np.ndarray]
@@ -78,11 +79,11 @@ class Candidates(ParallelArrays):
 
     Attributes:
         rows: Table rows.
-        tokens: To compute now.
+        tokens: Tokens to compute now.
         reserve: Cache tokens to have room for.
         kinds: `CacheKind` of each.
         prefill: bool, whether P applies.
-        new: Free blocks that each takes; None until `BatchBudget.new_blocks` was asked.
+        new: Free blocks that each takes; None until `BatchBudget.new_blocks` was called.
     """
 
     rows: np.ndarray
@@ -94,19 +95,19 @@ class Candidates(ParallelArrays):
 
 
 class BatchBudget(MemoryBudget):
-    """A batch in the making, checked as by InferMax's CanAllocate (section 3.1): C, P, M and rows.
+    """A batch being built, checked by InferMax's CanAllocate (section 3.1): C, P, M and rows.
 
     Args:
         view: What the policy sees.
         max_rows: The policy's own limit, at most the view's; None for the view's.
         prefill_tokens: The policy's own P, at most C; None for the view's.
-        expected: If given, a start needs room for its expected peak.
+        expected: If not None, a start needs room for its expected peak.
 
     Attributes:
         batch_left: Tokens left of C.
         prefill_left: Tokens left of P.
-        rows_left: Requests that may yet join the batch.
-        chosen: What is in the batch, in order.
+        rows_left: Requests that may still join the batch.
+        chosen: Requests in the batch, in order.
         decided: bool by row, whether it is in the batch or preempted for it.
     """
 
@@ -130,7 +131,7 @@ class BatchBudget(MemoryBudget):
         self.decided = np.zeros(view.table.capacity, bool)
         self._holders = len(running)
         self._expected = expected
-        # By row: blocks that it is expected to take yet. Their sum over those that run.
+        # By row: blocks that it is expected to need. Their sum over running requests.
         self._promises = expected is not None and expected.of_running
         self._growth, self._promised = _NOTHING, 0
         if self._promises:
@@ -143,12 +144,12 @@ class BatchBudget(MemoryBudget):
 
     @property
     def alone(self) -> bool:
-        """Whether no request holds cache, so that the next one has the pool to itself."""
+        """Whether no request holds a cache, so that the next one has the pool to itself."""
         return self._holders == 0
 
     @property
     def sums(self) -> bool:
-        """Whether the memory of several requests is the sum of each one's: no growth is
+        """Whether the memory of several requests is the sum of their needs: no growth is
         expected."""
         return self._expected is None
 
@@ -159,8 +160,8 @@ class BatchBudget(MemoryBudget):
         return cands.new
 
     def add(self, cands: Candidates, keep_free: int = 0) -> int:
-        """Adds candidates in order as long as they fit C, P, rows, blocks and slots. Returns how
-        many. keep_free: blocks that starts leave free, unless nobody else holds cache."""
+        """Adds candidates in order as long as they fit C, P, rows, blocks and slots. Returns their
+        number. keep_free: blocks that starts leave free, unless no other request holds a cache."""
         if self.add_all(cands, keep_free):
             return len(cands)
         each = OneByOne(self, cands, keep_free)
@@ -173,7 +174,7 @@ class BatchBudget(MemoryBudget):
 
     def add_all(self, cands: Candidates, keep_free: int = 0) -> bool:
         """Adds all candidates if their sums show that they fit, and returns whether they do.
-        keep_free: as in `add`."""
+        keep_free: see `add`."""
         rows, tokens, count = cands.rows, int(np.add.reduce(cands.tokens)), len(cands.rows)
         if tokens > self.batch_left or count > self.rows_left:
             return False
@@ -220,7 +221,7 @@ class BatchBudget(MemoryBudget):
         return BatchPlan(rows, tokens, reserve, kinds, operations)
 
     def _growth_of(self, rows: np.ndarray) -> np.ndarray:
-        """Free blocks that each is expected to take yet, [n]."""
+        """Free blocks that each is expected to need, [n]."""
         assert self._expected is not None
         return self.view.pool.needed(rows, self._expected.peak(rows), self.view.pool.kind[rows])
 
@@ -232,17 +233,17 @@ MakesRoom = Callable[[int, int, bool], tuple[int, int, int] | None]
 
 
 class OneByOne:
-    """Candidates that join the batch one by one. They are kept as Python numbers, since an array
-    operation on a single one would take longer than the work itself.
+    """Candidates that join the batch one by one. They are kept as Python numbers, since array
+    operations on single ones would take longer than the work itself.
 
     Args:
         budget: The batch.
         cands: The candidates [n].
-        keep_free: As in `BatchBudget.add`.
+        keep_free: See `BatchBudget.add`.
 
     Attributes:
-        rows, tokens, prefill, new: As in `Candidates`.
-        starts: Which of them hold no cache yet.
+        rows, tokens, prefill, new: See `Candidates`.
+        starts: Which candidates hold no cache yet.
     """
 
     def __init__(self, budget: BatchBudget, cands: Candidates, keep_free: int) -> None:
@@ -251,7 +252,7 @@ class OneByOne:
         self.rows, self.tokens = cands.rows.tolist(), cands.tokens.tolist()
         self.prefill, self.new = cands.prefill.tolist(), new.tolist()
         self.starts = (budget.view.table.state[cands.rows] == WAITING).tolist()
-        # Blocks that each is expected to end with, besides those that it has.
+        # Blocks that each is expected to end with, beyond those that it has.
         self._peak = self.new
         if budget._expected is not None:
             self._peak = np.maximum(budget._growth_of(cands.rows), new).tolist()

@@ -1,4 +1,4 @@
-"""Best-effort requests without targets: nobody promised them anything, so they lose their caches to
+"""Best-effort requests without targets have no promises to keep, so they lose their caches to
 requests with targets that find no memory, or no row, and can be in time."""
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from jaxserve.sched.state.request_table import RUNNING
 def givers(
     need: np.ndarray, starts: np.ndarray, held: np.ndarray, free: int, slots: int
 ) -> np.ndarray:
-    """How many give their caches so that the first request finds blocks and a place, the first two
-    do, and so on: int64 [m], for as many of them as that makes room for.
+    """How many requests must give up their caches so that the first request finds blocks and a
+    place, the first two do, and so on: int64 [m], for as many requests as can find room.
 
     Args:
-        need: int64 [n], blocks that each takes, in order.
-        starts: bool [n], which of them need a place.
-        held: int64 [k], blocks that each of those frees who may give theirs, in order.
-        free: Blocks that are free.
-        slots: Places that are.
+        need: int64 [n], blocks that each request takes, in order.
+        starts: bool [n], which requests need a place.
+        held: int64 [k], blocks that each giver frees, in order.
+        free: Free blocks.
+        slots: Free places.
     """
     have, blocks, places = np.append(0, held.cumsum()) + free, need.cumsum(), starts.cumsum()
     fit = prefix((blocks <= have[-1]) & (places <= slots + len(held)))
@@ -29,14 +29,14 @@ def givers(
 
 
 def made_for(view: View, asking: np.ndarray, need: np.ndarray, free: int, slots: int) -> np.ndarray:
-    """Who makes room for as many of these as there can be room for: rows that run and are bare
+    """The rows that make room for as many of these requests as possible: running and bare ones
     (`RequestTable.bare`), the newest first.
 
     Args:
         view: What the policy sees.
-        asking: Rows that wait, in order.
+        asking: Waiting rows, in order.
         need: int64 [n], blocks that each takes.
-        free: Blocks for them.
+        free: Free blocks.
         slots: Requests that may start.
 
     Returns:

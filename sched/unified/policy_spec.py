@@ -1,9 +1,9 @@
-"""Keys, by which unified policies order requests, and what a key may know of them.
+"""Keys, by which unified policies order requests, and the columns that keys may use.
 
-A key is a function of one argument whose attributes are columns, `Columns` here. It uses operators,
-NumPy's functions and `where` on them, no `if` and no indices, so that with numba the compiled
-simulation runs the same function on the numbers of one request at a time. nan (0 / 0, inf - inf)
-counts as inf.
+A key is a function of one argument whose attributes are columns, `Columns` here. It applies
+operators, NumPy's functions and `where` to them, without `if` and indices, so that the compiled
+simulation can run the same function with numba on the numbers of one request. nan (0 / 0, inf -
+inf) counts as inf.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import RUNNING
 
-# Columns, of some requests or of one, to a number each: the smallest is the most urgent.
+# From columns, of several requests or of one, to numbers: the smallest is the most urgent.
 Key = Callable[[Any], Any]
 
 
@@ -30,12 +30,11 @@ def where(condition: Any, then: Any, otherwise: Any) -> Any:
 @dataclass(frozen=True)
 class Lapse:
     """When a key expires. The key is the time at which something is due; once that cannot be met,
-    the request is ranked by another, later time: a lapse only moves a request back. Both fields are
-    functions of the columns that a key may use. They must not depend on the clock.
+    the request is ranked by a later time: a lapse only moves a request back. Both fields are
+    functions of the columns that a key may use, and must not depend on the clock.
 
     Attributes:
-        lead: Seconds that the request needs at least. The key expires this long before the due
-            time.
+        lead: Least seconds that the request needs. The key expires this long before the due time.
         later: The time that replaces an expired key, if it is later than the key.
     """
 
@@ -45,16 +44,16 @@ class Lapse:
 
 @dataclass(frozen=True)
 class CompiledSpec:
-    """What a unified policy does that its fields do not say, for compiled simulations.
+    """Properties of a unified policy beyond its fields, for compiled simulations.
 
     Attributes:
-        key: Instead of the policy's own.
+        key: Replaces the policy's key.
         given: float64 by the requests' numbers in the workload, the column of that name; None for
-            zeros.
-        expects: Whether a request starts only where there is room for all that it is expected to
-            end with, once `enough` outputs have ended.
-        promises: Whether it also leaves room for what those that run are expected to take yet.
-        lapse: Of the key, if it has one.
+        zeros.
+        expects: Whether a request starts only if there is room for its expected peak, once `enough`
+        outputs have ended.
+        promises: Whether it also leaves room for the expected growth of running requests.
+        lapse: Lapse of the key, if any.
     """
 
     key: Key | None
@@ -65,13 +64,13 @@ class CompiledSpec:
     lapse: Lapse | None = None
 
 
-# As they are in the table, by name.
+# As in the table, by name.
 FLOATS = ("arrival", "last_token", "ttft", "tbt", "jct", "alone")
 INTEGERS = ("seq", "prompt_len", "generated", "computed", "tier")
 
 
 class Columns:
-    """What a key may know of the requests in `rows`: arrays [n].
+    """What a key may use of the requests in `rows`: arrays [n].
 
     Args:
         view: What the policy sees.
@@ -79,12 +78,12 @@ class Columns:
         given: See below.
 
     Attributes:
-        arrival, last_token, ttft, tbt, jct, alone: Of `RequestTable`, seconds. alone is the time to
-            the first token on an idle engine, and each target is at least what that takes.
+        arrival, last_token, ttft, tbt, jct, alone: From `RequestTable`, in seconds. alone is the
+        time to the first token on an idle engine, and each target is at least that reachable.
         seq: The order of arrival.
         prompt_len, generated, computed: Tokens.
-        tier: Of `Tier`.
-        most_output: The most tokens that it may write, see `View.most_output`.
+        tier: A `Tier`.
+        most_output: Most tokens that it may write, see `View.most_output`.
         waiting, decoding: bool, its phase; if neither, it is in the middle of a prefill.
         given: Numbers for a policy that knows the workload, float64 [n]; else 0.
         seed: The view's, the same for all.
@@ -97,14 +96,14 @@ class Columns:
         if name not in FLOATS and name not in INTEGERS:
             raise AttributeError(_unknown(name))
         column = getattr(self._view.table, name)[self._rows]
-        # A tier is small in the table, where no arithmetic is done with it.
+        # A tier has a small type in the table, where it is not used in arithmetic.
         column = np.asarray(column, np.float64 if name in FLOATS else np.int64)
         setattr(self, name, column)
         return column
 
     @property
     def seed(self) -> int:
-        """Of the run."""
+        """Seed of the run."""
         return self._view.policy_seed()
 
     @cached_property
@@ -120,13 +119,13 @@ class Columns:
 
     @cached_property
     def bare(self) -> np.ndarray:
-        """bool [n], `RequestTable.bare`. For `Policy.makes_room`, as above."""
+        """bool [n], `RequestTable.bare`. For `Policy.makes_room` only, like `outlook`."""
         return self._view.table.bare(self._rows)
 
     @cached_property
     def waiting(self) -> np.ndarray:
         """bool [n]."""
-        return np.asarray(self._view.table.state[self._rows] != RUNNING)  # or it is held back
+        return np.asarray(self._view.table.state[self._rows] != RUNNING)  # or held back
 
     @cached_property
     def decoding(self) -> np.ndarray:
@@ -135,8 +134,8 @@ class Columns:
 
 
 def knows_the_seed(key: Key) -> bool:
-    """Whether the key reads the seed. What a key must not do, such as `if` or an unknown column,
-    raises here as it does when the key is evaluated, even if numba would accept it."""
+    """Whether the key reads the seed. Mistakes in a key, such as `if` or an unknown column, raise
+    here like at its evaluation, even if numba would accept them."""
     asked = _Asked()
     with np.errstate(all="ignore"):
         key(asked)
@@ -144,7 +143,7 @@ def knows_the_seed(key: Key) -> bool:
 
 
 class _Asked:
-    """Columns of two requests that there are not."""
+    """Columns of two imaginary requests."""
 
     seed_read = False
     most_output = np.ones(2, np.int64)
@@ -153,7 +152,7 @@ class _Asked:
 
     @property
     def seed(self) -> int:
-        """As in `Columns`; noted."""
+        """See `Columns`; the access is noted."""
         self.seed_read = True
         return 1
 

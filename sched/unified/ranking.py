@@ -1,4 +1,4 @@
-"""The order in which a policy of the unified scheduler considers requests, and preempts them."""
+"""The order in which a unified policy considers requests, and preempts them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ByKey(Ranking):
     Args:
         table: The requests.
         order: All rows, most urgent first.
-        waits: bool, which of `order` wait.
+        waits: bool, which of `order` are waiting.
     """
 
     def __init__(self, table: RequestTable, order: np.ndarray, waits: np.ndarray) -> None:

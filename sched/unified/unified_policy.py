@@ -1,8 +1,7 @@
-"""InferMax Algorithm 1: one scheduler from whose parameters the known ones come (section 3.1).
+"""InferMax Algorithm 1: one scheduler that becomes the known ones by its parameters (section 3.1).
 
-Order and group the requests (1), skip those whose phase does not match the batch unless
-hybrid batching is on (2), check C, P and M (3), and on a lack of M preempt those of
-lower priority (4).
+Order and group the requests (1), skip those whose phase does not match the batch unless hybrid
+batching is on (2), check C, P and M (3), and if M is short preempt requests of lower priority (4).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Reserve(enum.Enum):
     WHOLE = "prompt and max_tokens, but for the last one, which is never stored"
 
 
-# Looking a member up in an enum takes a while.
+# Looking up a member of an enum is slow.
 _CHUNK, _WHOLE = Reserve.CHUNK, Reserve.WHOLE
 
 
@@ -52,9 +51,9 @@ _CHUNK, _WHOLE = Reserve.CHUNK, Reserve.WHOLE
 class Group:
     """Requests in some phases, considered one after the other in the policy's order.
 
-    preempts: on a lack of memory (or of a slot to hold cache in), preempt running requests of lower
-    priority, a running candidate itself last. Otherwise, and if that is not enough, no further
-    request starts in this step, head-of-line blocking, but for policies that probe.
+    preempts: if memory (or a slot for a cache) is short, preempt running requests of lower
+        priority, and a running candidate itself last. If not, or if that is not enough, no further
+        request starts in this step (head-of-line blocking), except for policies that probe.
     """
 
     phases: Phase
@@ -63,9 +62,9 @@ class Group:
 
 @dataclass(frozen=True)
 class UnifiedPolicy(Policy):
-    """The unified scheduler. Groups are gone through, and victims chosen, in one order: that of the
-    key, and of arrival among equals or where there is no key. Where the order changes with time
-    otherwise than by `lapse`, override `ranking`.
+    """The unified scheduler. One order serves for going through groups and for choosing victims: by
+    the key, then by arrival. If the order changes with time in other ways than by `lapse`, override
+    `ranking`.
 
     Attributes:
         groups: In order of priority.
@@ -74,14 +73,14 @@ class UnifiedPolicy(Policy):
         full_prefill: P = C, whatever the limits say.
         reserve: Memory for a request that starts.
         watermark: Fraction of the pool that a start leaves free while others run, so that the next
-            decodes do not preempt at once.
-        max_rows: Requests that hold cache, where that is the policy's own limit.
+        decodes do not preempt at once.
+        max_rows: Most requests that hold a cache, if the policy has its own limit.
         key: A number for each request, see `policy_spec.py`. The smallest comes first.
-        lapse: When the key is another one, if ever.
-        requeue: As InferMax's own simulator does: a preempted request goes to the head of the
-            waiting, and running ones that arrived together are in the order of their last batches.
-        probing: Whether those behind a request that finds no room, or is preempted, may start.
-            Otherwise they wait behind it (section 3.1: "can be probed or skipped").
+        lapse: When the key is replaced by a later one, if ever.
+        requeue: As in InferMax's own simulator: a preempted request goes to the head of the waiting
+        queue, and running ones that arrived together are in the order of their last batches.
+        probing: Whether requests behind one that finds no room, or is preempted, may start.
+        Otherwise they wait behind it (section 3.1: "can be probed or skipped").
 
     Raises:
         ValueError: If max_rows or watermark is out of range.
@@ -141,30 +140,30 @@ class UnifiedPolicy(Policy):
         return rank(view, keys, self.requeue)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """The key as it is now, or the order of arrival."""
+        """The present value of the key, or the order of arrival."""
         return requests.seq if self.key is None else current(self.key, self.lapse, requests, now)
 
     def makes_room(self, running: Any, request: Any, now: float) -> Any:
-        """Those behind it, where those that wait preempt."""
+        """Requests behind it, if waiting requests preempt."""
         if not any(group.preempts and Phase.WAITING in group.phases for group in self.groups):
             return False
         ours = self.queue_priority(request, now)
         return ours is None or np.greater(self.queue_priority(running, now), ours)
 
     def compiled_spec(self) -> CompiledSpec | None:
-        """What compiled simulations need to know; None if they cannot run the policy. A subclass
-        that overrides another method must override this one as well: else its simulations run in
+        """Properties for compiled simulations; None if they cannot run the policy. A subclass that
+        overrides another method must override this one as well: otherwise its simulations run in
         Python, which is slower."""
         phases = [phase for group in self.groups for phase in group.phases]
         return CompiledSpec(self.key, lapse=self.lapse) if len(phases) == len(set(phases)) else None
 
     def expected(self, view: View) -> Expected | None:
-        """What requests will take, if the policy has an idea."""
+        """Memory that requests are expected to need, if the policy estimates it."""
         return None
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
-        """The rows with all that each has pending, in KV; P applies to those that do not decode.
-        reserve: as the policy's `Reserve` says, that of a chunk before it is cut."""
+        """The rows with all their pending tokens, in KV; P applies to rows that do not decode.
+        reserve: by the policy's `Reserve`, for CHUNK as if it were not cut."""
         table = view.table
         generated = table.generated[rows]
         reserve = table.prompt_len[rows] + generated
@@ -187,7 +186,7 @@ class UnifiedPolicy(Policy):
         return Candidates(head.rows, tokens, reserve, head.kinds, head.prefill, new)
 
     def _fill_one_phase(self, filling: Filling, rows: np.ndarray, preempts: bool) -> None:
-        """The batch is of one phase: that of whoever is in it first."""
+        """Fills a batch of one phase: that of the first request in it."""
         budget = filling.budget
         prefill = ~budget.view.table.decoding(rows)
         if not budget.chosen:
@@ -201,7 +200,7 @@ class UnifiedPolicy(Policy):
 
 @lru_cache
 def _parts(phases: Phase) -> tuple[bool, bool, bool]:
-    """Whether DECODE, PREFILL and WAITING are among them."""
+    """Whether DECODE, PREFILL and WAITING are among the phases."""
     return Phase.DECODE in phases, Phase.PREFILL in phases, Phase.WAITING in phases
 
 
@@ -227,7 +226,7 @@ def _members(phases: Phase, ranking: Ranking, table: RequestTable) -> np.ndarray
     source="InferMax 4.1",
 )
 def eviction_free(policy: Policy) -> Policy:
-    """The policy with all the memory that a request will take reserved when it starts."""
+    """The policy with all memory of a request reserved when it starts."""
     if not isinstance(policy, UnifiedPolicy):
         raise ValueError("+ef is for policies of the unified scheduler")
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Which requests may be preempted for others in a batch in the making, and how many that takes."""
+"""Which requests may be preempted for others in a batch, and how many are needed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Victims:
 
     def __init__(self, budget: BatchBudget, ranking: Ranking) -> None:
         self._budget, self._ranking = budget, ranking
-        self._left: list[Victim] | None = None  # but those at the end that are decided
+        self._left: list[Victim] | None = None  # without decided ones at the end
 
     def behind(self, place: int) -> Iterator[Victim]:
-        """Those at that place in the ranking or behind it."""
+        """Requests at that place in the ranking or behind it."""
         decided = self._budget.decided
         for victim in reversed(self._undecided()):
             if victim[1] < place:
@@ -28,8 +28,8 @@ class Victims:
                 yield victim
 
     def giving(self, place: int, blocks: int, *, slot: bool) -> list[Victim] | None:
-        """The fewest of those at that place or behind it that free so many blocks, and a slot if
-        one is wanted. None if all of them do not free enough."""
+        """The fewest requests at that place or behind it that free this many blocks, and a slot if
+        one is needed. None if all of them do not free enough."""
         found = []
         for victim in self.behind(place):
             if not (slot or blocks > 0):

@@ -1,8 +1,8 @@
-"""JSON Schemas as llguidance can hold text to them.
+"""Rewrites JSON Schemas into forms that llguidance can enforce.
 
-People's schemas come from pydantic, zod and OpenAPI. Much of what those write, and the compiler
-does not take, can be said otherwise (`compilable`). What cannot is left for the compiler to refuse,
-or is taken out and told (`relaxed`).
+Common schemas come from pydantic, zod and OpenAPI. Much of what they contain and the compiler
+rejects can be written differently (`compilable`). Everything else is left for the compiler to
+refuse, or is removed and reported (`relaxed`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-Schema = Any  # a mapping or a boolean, as far as anybody knows
+Schema = Any  # a mapping or a boolean, unless it is invalid
 
 _ONE = (
     *("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains"),
@@ -35,44 +35,44 @@ _UNHELD = (
     *("unevaluatedItems", "unevaluatedProperties"),
 )
 _NO_REGULAR = re.compile(r"\(\?<?[=!]|\\[bB1-9]")  # look-around, word boundaries, back-references
-# Of the compiler's integers, 64 bits that come through floats, and of other numbers.
+# Limits of the compiler's integers, 64 bits that come through floats, and of other numbers.
 _EXACT, _LAST, _LAST_NUMBER, _LONGEST, _BEYOND = 1 << 53, (1 << 63) - 1024, 9e18, 10**18, 10**19
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MOST_NAMES, _MOST_BRANCHES, _MOST_CHOICES, _MOST_REFS = 256, 64, 16, 8
 _LONGEST_NAME = 256  # characters of a name that a pattern lists
 _WORK = 100_000
-"""Steps that patterns and branches of a schema may take; what is left then stays as it is."""
+"""Most steps for patterns and branches of a schema; after that, the rest stays as it is."""
 
 
 class NotHeld(ValueError):
-    """A schema that the compiler would take for another one."""
+    """A schema that the compiler would mistake for a different one."""
 
 
 class _Work:
-    """What there is to do for a schema, which is bounded: it is done for everybody's requests."""
+    """The bounded number of steps for a schema, since they delay all requests."""
 
     def __init__(self) -> None:
         self._left = _WORK
 
     def allows(self, steps: int) -> bool:
-        """Whether there may be so many more steps, which are then taken."""
+        """Whether this many more steps are allowed; if so, they are counted."""
         self._left -= steps
         return self._left >= 0
 
 
 def compilable(schema: Schema) -> Schema:
-    """A schema for the same JSON, or for less of it where that takes a bound of more than 2^53, in
-    which the compiler knows more. What it cannot know stays. Raises NotHeld."""
+    """A schema for the same JSON, or for less of it if a bound exceeds 2^53, in a form that the
+    compiler supports better. Unsupported parts stay. Raises NotHeld."""
     try:
         return _compiled(schema, None)
     except NotHeld:
         raise
     except (TypeError, ValueError, AttributeError, RecursionError, OverflowError):
-        return schema  # which is no schema, and the compiler says why
+        return schema  # not a schema; the compiler reports why
 
 
 def relaxed(schema: Schema) -> tuple[Schema, list[str]]:
-    """The same without what no grammar holds, and the places of that."""
+    """The schema without the parts that no grammar can enforce, and the places of those parts."""
     dropped: list[str] = []
     try:
         known = _compiled(schema, dropped)
@@ -82,14 +82,15 @@ def relaxed(schema: Schema) -> tuple[Schema, list[str]]:
 
 
 def _compiled(schema: Schema, dropped: list[str] | None) -> Schema:
-    """dropped: gets the places of what is left out, as it cannot be held; None raises NotHeld."""
+    """dropped: receives the places of removed parts, which cannot be enforced; None raises
+    NotHeld."""
     change = functools.partial(_compilable, root=schema, work=_Work(), dropped=dropped)
     return _mapped(schema, change)
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The schema with every object that names its properties, and says nothing of others, without
-    others. Those that are parts of an object, as in `allOf`, stay as they are."""
+    """The schema in which every object that lists properties, and says nothing about others, allows
+    no others. Parts of an object, as in `allOf`, stay as they are."""
     kept: set[str] = set()  # places of parts
     for _ in range(_MOST_REFS):
         before = len(kept)
@@ -138,8 +139,8 @@ def _walk(schema: Any, where: str = "") -> Iterator[tuple[str, Mapping[str, Any]
 def _mapped(
     schema: Any, change: Callable[[dict[str, Any], str], Schema], where: str = ""
 ) -> Schema:
-    """The schema with each one in it changed, the innermost first. change: gets it, with what is
-    within changed, and its place."""
+    """The schema with every schema in it changed, the innermost first. change: gets a schema, whose
+    inner ones are changed already, and its place."""
     if not isinstance(schema, Mapping):
         return schema
     node = dict(schema)
@@ -162,7 +163,7 @@ def _mapped(
 
 
 def _named(root: Any, reference: Any) -> Any:
-    """What a reference within the schema means; None for another one."""
+    """The schema that a reference within the schema means; None for other references."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return None
     found = root
@@ -172,7 +173,7 @@ def _named(root: Any, reference: Any) -> Any:
 
 
 def _steps(reference: str) -> list[str]:
-    """Of a JSON pointer behind #."""
+    """The steps of a JSON pointer after #."""
     parts = filter(None, reference[1:].split("/"))
     return [part.replace("~1", "/").replace("~0", "~") for part in parts]
 
@@ -194,7 +195,7 @@ def _also(node: dict[str, Any], more: Schema) -> None:
 def _leave_out(
     node: dict[str, Any], names: Sequence[str], where: str, problem: str, dropped: list[str] | None
 ) -> None:
-    """As in `_compiled`."""
+    """See `_compiled`."""
     places = [_joined(where, name) for name in names]
     if dropped is None:
         raise NotHeld(f"{', '.join(places)}: {problem}")
@@ -207,7 +208,7 @@ def _compilable(
     node: dict[str, Any], where: str, *, root: Schema, work: _Work, dropped: list[str] | None
 ) -> Schema:
     if node.get("format") not in _FORMATS:
-        node.pop("format", None)  # a note (JSON Schema 2020-12, validation, 7.2.1)
+        node.pop("format", None)  # an annotation (JSON Schema 2020-12, validation, 7.2.1)
     if node.get("uniqueItems") is False or node.get("maxItems", 2) < 2:
         node.pop("uniqueItems", None)
     for name in ("const", "enum"):
@@ -256,7 +257,7 @@ def _relaxed(node: dict[str, Any], where: str, *, dropped: list[str]) -> Schema:
 
 
 def _bound(node: dict[str, Any], where: str, dropped: list[str] | None) -> None:
-    """Bounds that the compiler would round are written so that it need not, or tighter."""
+    """Rewrites bounds that the compiler would round: exactly, or tighter."""
     found = {
         name: max(-_BEYOND, min(_BEYOND, node[name]))
         for name in (*_LOWER, *_UPPER)
@@ -292,7 +293,7 @@ def _bound(node: dict[str, Any], where: str, dropped: list[str] | None) -> None:
         if isinstance(bound, int):
             bound = _exact(bound, up=name in _LOWER)
         node[name] = max(-last, min(last, bound))
-    # Without the one, the compiler takes no other of 19 digits.
+    # Without an upper bound, the compiler accepts no lower bound of 19 digits.
     if not found.keys() & {*_UPPER} and any(found.get(n, 0) >= _LONGEST for n in _LOWER):
         node["maximum"] = last
     if not found.keys() & {*_LOWER} and any(found.get(n, 0) <= -_LONGEST for n in _UPPER):
@@ -300,7 +301,7 @@ def _bound(node: dict[str, Any], where: str, dropped: list[str] | None) -> None:
 
 
 def _is_rounded(value: Any) -> bool:
-    """Whether there are integers in it that the compiler would round."""
+    """Whether it contains integers that the compiler would round."""
     if isinstance(value, list):
         return any(map(_is_rounded, value))
     if isinstance(value, Mapping):
@@ -328,7 +329,7 @@ def _exact(bound: int, *, up: bool) -> int:
 
 
 def _types(node: Mapping[str, Any]) -> set[str]:
-    """Those that it may be, where it says so."""
+    """The types that it allows, if it lists them."""
     kind = node.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -355,7 +356,7 @@ def _name_properties(node: dict[str, Any], root: Schema) -> None:
     if not said:
         del node["propertyNames"]
     elif "patternProperties" in node:
-        return  # nobody asks here which names a pattern of others matches: it may take for ever
+        return  # names are not matched against patterns of others here: that may take for ever
     elif said in ({"const"}, {"enum"}):
         known = [names["const"]] if "const" in names else names["enum"]
         known = dict.fromkeys(name for name in known if isinstance(name, str))
@@ -374,8 +375,8 @@ def _name_properties(node: dict[str, Any], root: Schema) -> None:
 
 
 def _list_finite_names(node: dict[str, Any], work: _Work) -> None:
-    """Patterns that few names match become those. The compiler goes on after the last of them with
-    a comma, behind which nothing can come."""
+    """Replaces patterns that only a few names match by these names. After the last of them, the
+    compiler requires a comma, after which nothing can come."""
     patterns = node.get("patternProperties")
     if not isinstance(patterns, Mapping):
         return
@@ -393,11 +394,11 @@ def _list_finite_names(node: dict[str, Any], work: _Work) -> None:
             del node["patternProperties"]
 
 
-_BEGIN, _END = "\x02", "\x03"  # of a text, where they stand in one
+_BEGIN, _END = "\x02", "\x03"  # of a text, inside a text
 
 
 def _finite(pattern: str, work: _Work) -> list[str] | None:
-    """All texts in which the pattern is found, sorted; None where there may be more than a few."""
+    """All texts in which the pattern is found, sorted; None if there may be more than a few."""
     parser: Any = importlib.import_module("re._parser")
     if not work.allows(len(pattern)):
         return None
@@ -416,7 +417,7 @@ def _finite(pattern: str, work: _Work) -> list[str] | None:
 
 
 def _texts(parsed: Iterable[tuple[Any, Any]], work: _Work) -> set[str] | None:
-    """Texts that a parsed expression matches; None for too many, or where nobody knows."""
+    """Texts that a parsed expression matches; None for too many, or if unknown."""
     made: set[str] | None = {""}
     for kind, value in parsed:
         made = _followed(made, _matched(str(kind), value, work), work)
@@ -426,7 +427,7 @@ def _texts(parsed: Iterable[tuple[Any, Any]], work: _Work) -> set[str] | None:
 
 
 def _followed(ones: set[str] | None, others: set[str] | None, work: _Work) -> set[str] | None:
-    """Each of the ones with each of the others behind it."""
+    """Each of the first texts followed by each of the others."""
     if ones is None or others is None:
         return None
     count = len(ones) * len(others)
@@ -484,7 +485,7 @@ def _only_requires(node: Any) -> bool:
 
 
 def _choose(node: dict[str, Any], root: Schema, work: _Work) -> None:
-    """`oneOf` as `anyOf`, where no JSON is valid by two of them."""
+    """Turns `oneOf` into `anyOf` if no JSON is valid for two of the schemas."""
     branches: list[Any] = node["oneOf"]
     known = [_resolved(each, root) for each in branches]
     if not all(_disjoint(a, b, root, work) for a, b in itertools.combinations(known, 2)):
@@ -514,7 +515,7 @@ def _requires_one(wanted: Sequence[Sequence[str]]) -> Iterator[Schema]:
 
 
 def _disjoint(one: Any, other: Any, root: Schema, work: _Work, depth: int = 3) -> bool:
-    """Whether certainly nothing is valid by both."""
+    """Whether certainly no JSON is valid for both."""
     one, other = _resolved(one, root), _resolved(other, root)
     if one is False or other is False:
         return True
@@ -540,8 +541,8 @@ def _disjoint(one: Any, other: Any, root: Schema, work: _Work, depth: int = 3) -
 def _never_both(
     one: Mapping[str, Any], other: Mapping[str, Any], root: Schema, work: _Work, depth: int
 ) -> bool:
-    """For objects: a property that the one has to have is for the other something else, or not
-    there."""
+    """For objects: whether a property required by one schema has other values, or is missing, in
+    the other."""
     mine, theirs = one.get("properties", {}), other.get("properties", {})
     for name in one.get("required", ()):
         if name in theirs:
@@ -553,7 +554,7 @@ def _never_both(
 
 
 def _values(node: Mapping[str, Any]) -> list[Any] | None:
-    """All that it may be, where they are listed."""
+    """All values that it allows, if they are listed."""
     if "const" in node:
         return [node["const"]]
     found = node.get("enum")
@@ -561,7 +562,7 @@ def _values(node: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _impossible(value: Any, node: Mapping[str, Any]) -> bool:
-    """Whether a value is certainly not valid by it, as far as types and lists say."""
+    """Whether a value is certainly invalid, judging by types and lists of values."""
     values = _values(node)
     if values is not None and not any(_same(value, each) for each in values):
         return True
@@ -578,5 +579,5 @@ def _impossible(value: Any, node: Mapping[str, Any]) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """As JSON has it, where true is not 1."""
+    """Equality in JSON, where true is not 1."""
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)

@@ -1,4 +1,4 @@
-"""When a continuation ends, and how much of its text may be streamed until then."""
+"""When a continuation ends, and how much of its text may be streamed before that."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from jaxserve.sched.request import SamplingParams
 
 
 class StopStrings:
-    """Looks for stop strings in text that comes in pieces. How it is cut makes no difference.
+    """Searches for stop strings in text that comes in pieces, however it is cut.
 
-    The match that completes first counts, and of several that complete at the same character the
+    The match that completes first counts; of several that complete at the same character, the
     longest. Only text that may be the beginning of a stop string is held back.
     """
 
@@ -24,14 +24,14 @@ class StopStrings:
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
         """Returns the text that can be streamed now, and whether a stop string was found. That
-        string and what follows it are dropped. If not armed, stop strings that end in this piece
-        are ordinary text."""
+        string and everything after it are dropped. If not armed, stop strings that end in this
+        piece are ordinary text."""
         if not self._stops:
             return text, False
         seen = len(self._held)
         text = self._held + text
         if armed:
-            # Only matches that end in the new piece: those in the held part were let pass.
+            # Only matches that end in the new piece: earlier ones in the held part were not armed.
             starts = ((text.find(s, max(seen - len(s) + 1, 0)), len(s)) for s in self._stops)
             found = [(start + length, start) for start, length in starts if start >= 0]
             if found:
@@ -58,17 +58,17 @@ class ContinuationText:
     """Turns the tokens of one continuation into text and says when it ends.
 
     It ends with STOP at an end-of-sequence token (unless ignore_eos), a stop token id or a stop
-    string, and with LENGTH at max_tokens; STOP if both. A stop token counts as a generated token
-    and its id is reported, but it adds no text, even if it is no special token.
+    string, and with LENGTH at max_tokens; STOP if both apply. A stop token counts as a generated
+    token and its id is reported, but it adds no text, even if it is not a special token.
 
     No stop condition applies to the first min_tokens tokens, except that a grammar may allow
     nothing more.
 
     Args:
-        tokenizer: the model's.
+        tokenizer: tokenizer of the model.
         sampling: gives the stop conditions.
         eos_ids: end-of-sequence tokens.
-        prompt: its tokens, which the text continues.
+        prompt: tokens of the prompt, which the text continues.
         matcher: its state in the grammar; None without one.
     """
 
@@ -110,6 +110,6 @@ class ContinuationText:
         return text, None
 
     def flush(self) -> str:
-        """What is held back, when the continuation is ended from outside."""
+        """The text held back, if the continuation is ended from outside."""
         text, _ = self._strings.feed(self._detokenizer.flush(), armed=False)
         return text + self._strings.flush()

@@ -1,13 +1,13 @@
-"""How long a text can be whose tokens still fit, by its bytes alone, without encoding it.
+"""Limits of texts whose tokens may fit, judged by their bytes alone, without encoding them.
 
-A token stands for a limited number of bytes if every byte of a text ends up in some token. Where a
+A token stands for a limited number of bytes if every byte of a text ends up in some token. If a
 tokenizer drops text, or writes any length of it as one token (unknown words, stripped blanks), no
 limit is assumed.
 
-The longest tokens are runs of blanks or of one sign, of 128 bytes where a word has six. So what a
-text has is counted by kind, too: letters, digits, signs, and beginnings of words. No token has more
-of a kind than the one that has most. Some tokenizers have nothing else that is surely kept: where
-blanks part words, each word is at least one token.
+The longest tokens are runs of blanks or of one sign, with 128 bytes where a word has six. So texts
+are also counted by kind: letters, digits, signs, and beginnings of words. No token has more of a
+kind than the token with the most. Some tokenizers surely keep nothing else than words: if blanks
+separate words, each word is at least one token.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SHRINKING = {
     None: 1,
     "Prepend": 1,
     "ByteLevel": 1,
-    # Bytes of UTF-8 that become one: K (U+212A) is 3 bytes, and K of ASCII 1; then up to three
-    # times fewer where marks join their letter, such as U+03B9 U+0308 U+0301.
+    # Bytes of UTF-8 that may become one: K (U+212A) has 3 bytes, and ASCII's K 1; then up to three
+    # times fewer if marks join their letter, such as U+03B9 U+0308 U+0301.
     "NFD": 3,
     "NFC": 9,
 }
@@ -36,7 +36,7 @@ _KEEPING = (None, "ByteLevel", "Metaspace", "Digits")  # pre-tokenizers that dro
 _PARTING = ("BertPreTokenizer", "Whitespace", "WhitespaceSplit")  # at blanks
 
 LETTER, DIGIT, SIGN, IDEOGRAPH, WORD = range(5)
-"""Kinds of bytes, and the beginnings of words, which are what follows a blank."""
+"""Kinds of bytes, and the beginnings of words: the bytes after a blank."""
 _KINDS = 5
 _OTHER, _BLANK, _MARK = 5, 6, 7  # _MARK: the first byte of U+2581, which may stand for a blank
 _KIND = np.full(256, _OTHER, np.uint8)  # by byte of UTF-8
@@ -50,7 +50,7 @@ _KIND[list(b"\t\n\r ")] = _BLANK
 _KIND[0xE2] = _MARK
 _CONTINUES = np.zeros(256, bool)
 _CONTINUES[0x80:0xC0] = True
-_PIECE = 1 << 16  # characters that are looked at at once
+_PIECE = 1 << 16  # characters that are counted at once
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -59,11 +59,11 @@ class TextLimit:
     """Limits text by bytes.
 
     Attributes:
-        bytes_per_token: UTF-8 bytes that a token stands for at most; None for any number.
-        swallowing: special tokens that swallow any number of blanks beside them. The bytes of a
-            text with one of them have no limit.
-        most: of each kind, what a token has of it at most; 0 where that is not known.
-        composes: whether what is not ASCII may join the ASCII before it.
+        bytes_per_token: most UTF-8 bytes of a token; None for no limit.
+        swallowing: special tokens that swallow any number of blanks beside them. Texts with one of
+        them have no limit of bytes.
+        most: most of each kind in a token; 0 if unknown.
+        composes: whether other characters may join the ASCII before them.
         ascii_words: whether only words that begin with ASCII are surely kept.
     """
 
@@ -74,14 +74,14 @@ class TextLimit:
     ascii_words: bool = field(default=False, compare=False)
 
     def max_bytes(self, tokens: int) -> int | None:
-        """UTF-8 bytes of the longest text that may make so many tokens; None for no limit."""
+        """UTF-8 bytes of the longest text with at most this many tokens; None for no limit."""
         if self.swallowing or self.bytes_per_token is None:
             return None
         return self.bytes_per_token * tokens
 
     def exceeded(self, text: str, tokens: int) -> str | None:
-        """What is wrong with a text that certainly makes more than `tokens` tokens; None if it may
-        fit. It takes some nanoseconds a byte, of what is too long only as far as that is known."""
+        """The problem of a text that certainly has more than `tokens` tokens; None if it may fit.
+        Takes a few nanoseconds per byte, and stops as soon as a text is known to be too long."""
         return self._too_many_bytes(text, tokens) or self._too_many_of_a_kind(text, tokens)
 
     def _too_many_bytes(self, text: str, tokens: int) -> str | None:
@@ -98,7 +98,7 @@ class TextLimit:
         return f"has {size} {what} of text; at most {most} bytes can be served ({tokens_of})"
 
     def _too_many_of_a_kind(self, text: str, tokens: int) -> str | None:
-        if len(text) <= tokens or not any(self.most):  # nothing is there so many times
+        if len(text) <= tokens or not any(self.most):  # no kind can occur more often
             return None
         known = [kind for kind in range(_KINDS) if self.most[kind]]
         found = np.zeros(_KINDS, np.int64)
@@ -110,11 +110,11 @@ class TextLimit:
         return None
 
     def _count(self, piece: bytes) -> np.ndarray:
-        """Of each kind, how much there surely is after the normalizer."""
+        """How much of each kind surely remains after the normalizer."""
         raw = np.frombuffer(piece, np.uint8)
         kinds = _KIND[raw]
         begins = (kinds[:-1] == _BLANK) & (kinds[1:] <= _OTHER) & ~_CONTINUES[raw[1:]]
-        if self.composes:  # whatever follows the piece
+        if self.composes:  # it depends on what follows the piece
             kept = np.append(raw[1:] < 0x80, False) | (raw >= 0x80)
             kinds = np.where(kept, kinds, _OTHER)
         if self.ascii_words:
@@ -125,13 +125,13 @@ class TextLimit:
 
 
 def _pieces(text: str) -> Iterator[bytes]:
-    """Its UTF-8, so that others have the interpreter in between."""
+    """UTF-8 of the text in pieces, so that other threads get the interpreter in between."""
     for begin in range(0, len(text), _PIECE):
         yield text[begin : begin + _PIECE].encode("utf-8", "surrogatepass")
 
 
 def _most(tokens: Iterable[bytes]) -> list[int]:
-    """Of each kind, what one of them has of it at most. A word may begin at its first byte."""
+    """The most of each kind in one of the tokens. A word may begin at its first byte."""
     most = np.zeros(_KINDS, np.int64)
     for token in tokens:
         kinds = _KIND[np.frombuffer(b" " + token, np.uint8)]
@@ -169,7 +169,7 @@ def text_limit(spec: Mapping[str, Any]) -> TextLimit | None:
     if not complete:
         return None
     if swallowing and shrinking > 1:
-        return None  # they may be found in the normalised text only
+        return None  # they may occur only in the normalised text
     longest = max([longest, *(len(token["content"].encode()) for token in added)])
     texts = (_written(token, byte_level=byte_level) for token in model["vocab"])
     most = _most([*texts, *_contents(added)])
@@ -181,7 +181,7 @@ def text_limit(spec: Mapping[str, Any]) -> TextLimit | None:
 
 
 def _contents(added: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    """Texts of added tokens, as they are and as a normalizer may have them."""
+    """Texts of added tokens, as they are and normalised."""
     for token in added:
         yield token["content"].encode()
         for form in _FORMS:
@@ -189,7 +189,7 @@ def _contents(added: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
 
 
 def _parts(of: Mapping[str, Any] | None, several: str) -> Iterator[Mapping[str, Any]]:
-    """It, or those that it is a sequence of."""
+    """The component itself, or the parts of a sequence."""
     if of is not None and of["type"] == "Sequence":
         for each in of[several]:
             yield from _parts(each, several)
@@ -198,7 +198,7 @@ def _parts(of: Mapping[str, Any] | None, several: str) -> Iterator[Mapping[str, 
 
 
 def _keeps_words(normalizer: Mapping[str, Any]) -> bool:
-    """Whether a letter or digit behind a blank, both of ASCII, stays one."""
+    """Whether a letter or digit after a blank, both in ASCII, remains one."""
     return normalizer["type"] in _OF_WORDS
 
 
@@ -209,7 +209,7 @@ def _parts_words(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _replaced(normalizer: Mapping[str, Any]) -> Iterator[int]:
-    """Kinds of which a normalizer may leave less than there was. Blanks may become U+2581."""
+    """Kinds that a normalizer may reduce. Blanks may become U+2581."""
     if normalizer["type"] != "Replace":
         return
     found, put = normalizer["pattern"]["String"], normalizer["content"]

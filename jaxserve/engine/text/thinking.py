@@ -1,7 +1,7 @@
-"""Follows a text through what the model thinks before it answers.
+"""Follows a text through the thought before its answer.
 
-A thought is found in the bytes of the tokens, so it makes no difference by which tokens a model
-writes the texts around it.
+A thought is found in the bytes of the tokens, so it does not matter with which tokens a model
+writes the markers around it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from jaxserve.sched.request import Thinking
 
 
 class Phase(enum.Enum):
-    """Where a text is."""
+    """Where a text is in relation to its thought."""
 
-    BEFORE = enum.auto()  # it may begin with a thought
+    BEFORE = enum.auto()  # a thought may begin
     INSIDE = enum.auto()
     CLOSING = enum.auto()  # the budget is spent
     BEHIND = enum.auto()
@@ -27,10 +27,10 @@ class State(NamedTuple):
     """The state of a text.
 
     Attributes:
-        phase: where it is.
-        tail: its last bytes, which may be a part of a marker.
-        left: tokens that may still be thought.
-        closed: tokens of the forced end that have come.
+        phase: its phase.
+        tail: its last bytes, which may be part of a marker.
+        left: tokens that are left for the thought.
+        closed: tokens of the forced end so far.
     """
 
     phase: Phase
@@ -48,8 +48,8 @@ class ThoughtSpan:
 
     Attributes:
         start: the state at the text's beginning.
-        begins, ends: the texts around the thought.
-        budget: tokens that may be thought.
+        begins, ends: the markers around the thought.
+        budget: most tokens of the thought.
     """
 
     def __init__(self, thinking: Thinking, piece: Callable[[int], bytes]) -> None:
@@ -61,7 +61,7 @@ class ThoughtSpan:
         self.start = State(Phase.BEFORE) if self.begins else self._inside(b"", self.budget)
 
     def after(self, state: State, token: int) -> State:
-        """The state behind the next token."""
+        """The state after the next token."""
         match state.phase:
             case Phase.BEFORE:
                 return self._begun((state.tail + self._piece(token)).lstrip())
@@ -85,13 +85,13 @@ class ThoughtSpan:
 
 
 class ThoughtCount:
-    """Counts the tokens of a text that are thought, with what stands around the thought.
+    """Counts the tokens of a thought, including the markers around it.
 
     Args:
-        span: of the text.
+        span: how thoughts are marked.
 
     Attributes:
-        tokens: how many have been thought so far.
+        tokens: number of thought tokens so far.
     """
 
     def __init__(self, span: ThoughtSpan) -> None:

@@ -1,4 +1,4 @@
-"""What a model may write while it thinks: at most so many tokens; its grammar holds the answer."""
+"""Restricts a model's thought to a number of tokens, and its answer to a grammar."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sched.request import Thinking
 
 
 class MarkerTokens:
-    """The tokens of a vocabulary that make a part of the texts around thoughts. Thread-safe.
+    """The tokens of a vocabulary that are part of the markers around thoughts. Thread-safe.
 
     Args:
         piece: the bytes of a token.
@@ -31,23 +31,23 @@ class MarkerTokens:
         self.ending = lru_cache(16)(self._ending)
 
     def only(self, token: int) -> np.ndarray:
-        """Mask of this token."""
+        """Mask that allows only this token."""
         return self._mask((token,))
 
     def any(self, *but: int) -> np.ndarray:
-        """Mask of all tokens but these."""
+        """Mask that allows all tokens but these."""
         return ~self._mask([*but, *range(self._vocab_size, 32 * mask_words(self._vocab_size))])
 
     def find(self, thinking: Thinking) -> None:
-        """Has those at hand that a `ThinkingMatcher` with a grammar asks for; at first it takes a
-        fraction of a second."""
+        """Prepares the masks that a `ThinkingMatcher` with a grammar needs; the first time this
+        takes a fraction of a second."""
         for begin in thinking.begins:
             self.beginning(begin.encode())
         for end in thinking.ends:
             self.ending(end.encode())
 
     def _beginning(self, begin: bytes) -> list[np.ndarray]:
-        """Masks of the tokens with which the text goes on, by how much of it has come."""
+        """Masks of the tokens that continue the marker, by the number of its bytes so far."""
         found: list[list[int]] = [[] for _ in begin]
         for token in range(self._vocab_size):
             piece = self.piece(token)
@@ -59,8 +59,8 @@ class MarkerTokens:
         return [self._mask(tokens) for tokens in found]
 
     def _ending(self, end: bytes) -> list[np.ndarray]:
-        """Masks of all tokens but those that end a text and those that go on behind the end, by how
-        much of it has come. The grammar would not see what they go on with."""
+        """Masks of all tokens but those that end a text and those that continue after the end
+        marker, by the number of its bytes so far. The grammar would not see the continuation."""
         found: list[list[int]] = [list(self._eos_ids) for _ in end]
         for token in range(self._vocab_size):
             piece = self.piece(token)
@@ -85,7 +85,7 @@ class ThinkingMatcher:
 
     Args:
         thinking: where the thought begins and ends, and how long it may be.
-        tokens: of the model.
+        tokens: marker tokens of the model.
         grammar: makes the state of the answer in its grammar; None without one.
     """
 
@@ -98,7 +98,7 @@ class ThinkingMatcher:
         self._span, self._tokens = ThoughtSpan(thinking, tokens.piece), tokens
         self._close, self._any = thinking.close, tokens.any()
         self._state = self._span.start
-        # Where nothing says yet that there is a thought, the text may be the answer.
+        # As long as no thought has begun, the text may be the answer.
         self._answer, self._may_answer = None if grammar is None else grammar(), True
         self._fresh = self._answer if grammar is None or not self._span.begins else grammar()
 
@@ -173,8 +173,8 @@ class ThinkingMatcher:
         return "" if self._answer is None else self._answer.problem
 
     def _certain(self, state: State) -> bool:
-        """Whether the next token's state says what may follow it: not where the text may be the
-        answer already, which its grammar would have to be told."""
+        """Whether the state determines what may follow; it does not where the text may already be
+        the answer, whose grammar would have to be advanced."""
         return state.phase is not Phase.BEFORE or self._answer is None
 
     def _mask_at(self, state: State) -> np.ndarray | None:
@@ -195,7 +195,7 @@ class ThinkingMatcher:
         return allowed
 
     def _first(self, state: State, answer: GrammarMatcher) -> np.ndarray | None:
-        """What the answer may be, and what may open a thought."""
+        """The first tokens of an answer, and those that open a thought."""
         found = answer.mask() if self._may_answer else None
         for begin in self._span.begins:
             if begin.startswith(state.tail):
