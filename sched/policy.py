@@ -1,6 +1,6 @@
-"""The contract of a scheduling policy: what it sees, what it answers, what it says of itself.
+"""The interface of scheduling policies: their input, their plans and their properties.
 
-The policies themselves are in `sched/policies/`, and known by name in `sched/registry.py`.
+The policies themselves are in `sched/policies/`, and `sched/registry.py` knows them by name.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from jaxserve.sched.state.request_table import RequestTable
 
 @dataclass(frozen=True)
 class Limits:
-    """Names and letters as in InferMax section 3.1.
+    """Names and letters are those of InferMax section 3.1.
 
     Attributes:
         max_batch_tokens: C, tokens of one batch.
-        max_prefill_tokens: P <= C. A prefill joins a batch only as far as the batch, decodes
-            included, stays within it.
-        max_rows: Requests of one batch, and requests that hold cache.
+        max_prefill_tokens: P <= C. A prefill joins a batch only as far as the whole batch,
+        including decodes, stays within it.
+        max_rows: Most requests in a batch, and most requests that hold a cache.
 
     Raises:
         ValueError: A limit is below 1, or P above C.
@@ -56,8 +56,8 @@ class Limits:
 
 
 class Oracle:
-    """How much each request will write, and which of the workload's it is, which nobody can know
-    before it has: for hypothetical policies (InferMax section 3)."""
+    """How much each request will write, and its number in the workload, which no server can know:
+    for hypothetical policies (InferMax section 3)."""
 
     def __init__(self, capacity: int) -> None:
         self._lengths = np.zeros(capacity, np.int64)
@@ -68,7 +68,7 @@ class Oracle:
         grow_columns(self, rows, _lengths=0, _numbers=0)
 
     def set_output(self, row: int, length: int, number: int) -> None:
-        """The request in that row will write so many tokens, and has that number."""
+        """Sets the output length and the number of the request in that row."""
         self._lengths[row], self._numbers[row] = length, number
 
     def lengths(self, rows: np.ndarray) -> np.ndarray:
@@ -76,21 +76,21 @@ class Oracle:
         return np.asarray(self._lengths[rows])
 
     def numbers(self, rows: np.ndarray) -> np.ndarray:
-        """Each request's place in the workload, from 0 in order of arrival, int64 [n]."""
+        """Each request's index in the workload, from 0 in order of arrival, int64 [n]."""
         return np.asarray(self._numbers[rows])
 
 
 @dataclass
 class Device:
-    """What is known of the device.
+    """The state of the device.
 
     Attributes:
         free_at: When it is predicted to finish what has been launched, seconds
             (`StepWatch.free_at`); in the past if nothing is in flight.
-        overrun: How many times its prediction a step takes, four of five no more
-            (`StepWatch.overrun`): what has to be in time for certain needs so much more.
-        host_gap_s: Seconds for which it is idle if the host plans its next step only once it has
-            the tokens of this one.
+        overrun: Ratio of measured to predicted time that four of five steps do not exceed
+        (`StepWatch.overrun`), for what must certainly be in time.
+        host_gap_s: Seconds for which it is idle if the host plans the next step only after it has
+        received this step's tokens.
         ratios: How exactly steps of each size are predicted (`StepWatch.ratios`).
     """
 
@@ -100,28 +100,27 @@ class Device:
     ratios: SizeRatios = field(default_factory=SizeRatios)
 
 
-_MANY_SLOTS = 1 << 30  # with which copies take longer than any batch beside them
+_MANY_SLOTS = 1 << 30  # so many that copies take longer than any batch beside them
 
 
 @dataclass(frozen=True)
 class View:
-    """All that a policy sees. It changes none of it.
+    """Everything that a policy sees; it must not change it.
 
     Attributes:
         table: The requests.
         pool: Their blocks.
         limits: C, P and rows.
-        cost_model: What `step_time` predicts with.
+        cost_model: Cost model of `step_time`.
         padding: The shapes that batches are rounded up to; None for none.
-        seed: For policies that draw random numbers, which ask for it by `policy_seed`.
-        rho: Seconds that a step takes longer for each token that it reads from a hidden cache
-            instead of K and V (Apt-Serve Eq. 6). Negative if that is faster; None where there are
-            no hidden caches.
+        seed: For policies that draw random numbers; they use `policy_seed`.
+        rho: Added seconds of a step for each token that it reads from a hidden cache instead of K
+        and V (Apt-Serve Eq. 6). Negative if that is faster; None if there are no hidden caches.
         projects: Whether such a read projects every vector into K and V (Apt-Serve section 3.1),
-            instead of absorbing the projections into queries and sums.
-        host: What host memory holds of caches.
+        instead of absorbing the projections into queries and sums.
+        host: Caches in host memory.
         oracle: For hypothetical policies; None for all others.
-        device: What is in flight on it, see `step_end`, and how exactly its steps are predicted.
+        device: Its state, see `step_end`, and how exactly its steps are predicted.
     """
 
     table: RequestTable
@@ -137,19 +136,19 @@ class View:
     device: Device = field(default_factory=Device)
 
     def policy_seed(self) -> int:
-        """`seed`, for a policy that draws random numbers: simulations note who asks for it."""
+        """`seed`, for a policy that draws random numbers: simulations note its use."""
         return self.seed
 
     def step_end(self, now: float) -> float:
-        """When the step in flight is expected to end, seconds: the planned one begins then. `now`
-        if nothing is in flight, or if it should have ended."""
+        """When the step in flight is expected to end, seconds: the planned step begins then. `now`
+        if nothing is in flight, or if it should have ended already."""
         return max(now, self.device.free_at)
 
     def step_time(self, batch: BatchFeatures) -> Any:
-        """Seconds that the device takes for a batch, planned or imagined, as it will be padded; an
-        array where the features are arrays. Live it is learned from the steps so far
+        """Seconds that the device takes for a batch, planned or hypothetical, after padding; an
+        array if the features are arrays. Live it is learned from the steps so far
         (`sched/cost/online_cost_model.py`), so it may change from step to step. While any request
-        has an adapter, each batch is taken to have one that does."""
+        has an adapter, every batch is assumed to have one."""
         if self.padding is not None:
             batch = batch.padded(self.padding)
         if self.table.num_adapted:
@@ -157,18 +156,17 @@ class View:
         return self.cost_model.batch_time(batch)
 
     def swap_time(self, tokens: np.ndarray, kinds: Any = CacheKind.KV) -> np.ndarray:
-        """Seconds that it takes to checkpoint so many cached tokens and to restore them, as the
-        cost model prices the slots that are copied. Where copies run beside batches, a step is
-        longer only by what they take beyond the batch (`LinearCostModel.overlapped`). Live, copies
-        are timed at the start, for policies with `moves_cache`, and learned from the steps that
-        copy.
+        """Seconds to checkpoint and restore these cached tokens, by the cost model's price of
+        copied slots. If copies run beside batches, a step is longer only by what they take beyond
+        the batch (`LinearCostModel.overlapped`). Live, copies are timed at the start, for policies
+        with `moves_cache`, and learned from the steps that copy.
 
         Args:
             tokens: int64 [n].
             kinds: `CacheKind` of their caches, one or [n].
 
         Returns:
-            float64 [n]; 0 where the cost model does not price copies.
+            float64 [n]; 0 if the cost model does not price copies.
         """
         many = np.array([_MANY_SLOTS, 2 * _MANY_SLOTS])
         seconds = self.step_time(BatchFeatures(0, 0, 0, 0, 0, 0, 0, loaded_slots=many))
@@ -176,11 +174,11 @@ class View:
         return np.asarray(2 * slots_for(tokens, kinds) * ((more - less) / _MANY_SLOTS))
 
     def refill_time(self, tokens: np.ndarray, chunk: int | None = None) -> np.ndarray:
-        """Seconds that it takes to compute so many tokens of a request again, in steps of its own.
+        """Seconds to compute these tokens of a request again, in steps of its own.
 
         Args:
             tokens: int64 [n].
-            chunk: Tokens that a step computes at most; P if None.
+            chunk: Most tokens of a step; None for P.
 
         Returns:
             float64 [n].
@@ -190,35 +188,35 @@ class View:
         return np.where(tokens > 0, seconds, 0.0)
 
     def most_output(self, rows: np.ndarray) -> np.ndarray:
-        """Tokens that each may write at most, int64 [n]: its limit, or for those who know it its
-        length."""
+        """Most tokens that each may write, int64 [n]: its limit, or its length for policies that
+        know it."""
         if self.oracle is not None:
             return self.oracle.lengths(rows)
         return np.asarray(self.table.max_tokens[rows])
 
 
 class Policy(abc.ABC):
-    """One scheduling system. It keeps no clock and touches no device. A new one is made for every
-    scheduler, so it may remember things between plans.
+    """A scheduling system. It keeps no clock and touches no device. Every scheduler gets a new
+    instance, so a policy may remember things between plans.
 
     Attributes:
         chunked: Whether a prompt may be computed in parts; if not, max_batch_tokens must hold a
-            whole one.
+        whole one.
         full_prefill: P = C, whatever the limits say.
         mixed_batches: Whether prompts are computed beside decodes.
-        max_rows: Requests that may hold cache, where that is the policy's own limit.
-        hypothetical: Whether it knows what nobody can, `View.oracle`. Simulations run it; the live
-            server refuses it.
-        hybrid_cache: Whether it ever plans hidden caches, where the view offers them (`View.rho`).
-        moves_cache: Whether it ever plans `Copy`, `Checkpoint` or `Restore`. What serves the others
-            need not be ready for these.
-        counts_blocks: Whether it asks how many blocks there are, and how many a request has or
-            takes, but never which. A simulation then only counts them.
-        steady: Whether it plans a token for each request, and gives none up, while nobody waits,
-            every request decodes and memory lasts. The steps ahead are certain then, and a
-            simulation takes several at once.
+        max_rows: Most requests that hold a cache, if the policy has its own limit.
+        hypothetical: Whether it knows what no server can, `View.oracle`. Simulations run it; the
+        live server refuses it.
+        hybrid_cache: Whether it ever plans hidden caches, if the view offers them (`View.rho`).
+        moves_cache: Whether it ever plans `Copy`, `Checkpoint` or `Restore`. For other policies,
+        engines need not be prepared for these.
+        counts_blocks: Whether it only asks how many blocks there are, and how many a request has or
+        takes, but never which. A simulation then only counts them.
+        steady: Whether it plans a token for each request, and gives none up, while no request
+        waits, every request decodes and memory lasts. Such steps are predictable, and a simulation
+        takes several at once.
         speculates: Whether the scheduler adds drafted tokens to its decodes (the variant `+spec`,
-            `sched/speculation/`).
+        `sched/speculation/`).
     """
 
     chunked: bool = True
@@ -233,25 +231,25 @@ class Policy(abc.ABC):
     speculates: bool = False
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """A number for each request: of those that wait, the smallest is served first, as far as
-        can be said before. It is for predictions, and asked from any thread: it changes nothing.
+        """A number for each request: among waiting ones, the smallest is served first, as far as
+        this is predictable. Used for predictions, from any thread: it must not change anything.
 
         Args:
-            requests: One or some, with the attributes of `policy_spec.Columns`.
+            requests: One or several, with the attributes of `policy_spec.Columns`.
             now: Seconds.
 
         Returns:
-            A number or an array; None where nothing can be said.
+            A number or an array; None if unknown.
         """
         return None
 
     def makes_room(self, running: Any, request: Any, now: float) -> Any:
-        """Which requests that run give their memory and rows to one that comes, if it finds none.
-        It is for predictions, as `queue_priority` is.
+        """Which running requests give their memory and rows to a new one that finds none. Used for
+        predictions, like `queue_priority`.
 
         Args:
-            running: As `requests` there; what it answers of others does not count.
-            request: One, with the same attributes.
+            running: See `queue_priority`; answers for requests that do not run are ignored.
+            request: A single request, with the same attributes.
             now: Seconds.
 
         Returns:
@@ -260,7 +258,7 @@ class Policy(abc.ABC):
         return False
 
     def prefill_limit(self, limits: Limits) -> int:
-        """How far prompts may fill a batch, tokens: P, or C where they are whole, or may fill
+        """How many tokens of a batch prompts may fill: P, or C if they are whole, or may fill
         it."""
         whole = not self.chunked or self.full_prefill
         return limits.max_batch_tokens if whole else limits.max_prefill_tokens
@@ -271,13 +269,13 @@ class Policy(abc.ABC):
 
     @property
     def two_sided(self) -> bool:
-        """Whether some tiers fill blocks from one side, and some from the other."""
+        """Whether tiers fill blocks from different sides."""
         return len({self.side(tier) for tier in Tier}) > 1
 
     def row_limit(self, limits: Limits) -> int:
-        """Requests that may hold cache."""
+        """Most requests that hold a cache."""
         return min(limits.max_rows, self.max_rows or limits.max_rows)
 
     @abc.abstractmethod
     def plan(self, view: View, now: float) -> BatchPlan:
-        """The next iteration. now: seconds, on the clock of `RequestTable.arrival`."""
+        """The next step. now: seconds, on the clock of `RequestTable.arrival`."""

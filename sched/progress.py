@@ -1,19 +1,18 @@
-"""Whether a policy gets anywhere: one that throws away what it has computed may do so for ever.
+"""Detects policies that make no progress: one that keeps discarding its work may do so for ever.
 
-A policy that lets those who wait preempt those who run, say, starts the second of two requests that
-do not fit together at the cost of the first, and then the first at the cost of the second. Where
-prompts take several steps neither ever comes to its first token.
+For example, a policy that lets waiting requests preempt running ones starts the second of two
+requests that do not fit together at the cost of the first, and then the first at the cost of the
+second. If prompts take several steps, neither ever gets its first token.
 
-A step gets somewhere if it computes any token that was not computed before. A schedule makes no
-more of these than its requests have tokens; one that never ends makes none from some step on.
-Without preemptions nothing is computed again twice, so a step that gets somewhere soon follows; and
-where the order of priority is fixed the first in it loses nothing to the others, and soon gets
-somewhere. What is left are policies that change their minds: one goes on for ever, as far as
-anybody will wait, if a request loses its cache FUTILE times while nobody computes anything new; or
-if IDLE plans, one after the other, have operations on the pool and no token at all.
+A step makes progress if it computes any token for the first time. A schedule has no more such steps
+than its requests have tokens; one that never ends has none from some step on. Without preemptions
+nothing is computed twice, so progress follows soon; and if the order of priority is fixed, the
+first request loses nothing to the others, and soon makes progress. This leaves policies that change
+their order: one makes no progress, as far as we wait, if a request loses its cache FUTILE times
+while nothing new is computed; or if IDLE plans in a row have operations on the pool and no tokens.
 
-The compiled simulation has the first of these once more (`compiled/bookkeeping.py`); its policies
-plan no operations but preemptions, of which there are finitely many without a batch between.
+The compiled simulation repeats the first check (`compiled/bookkeeping.py`); its policies plan no
+operations but preemptions, of which there are finitely many without a batch between.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ IDLE = 10_000
 
 
 class Progress:
-    """Over `capacity` rows. steps: those with a batch, so far."""
+    """Progress over `capacity` rows. steps: number of steps with a batch so far."""
 
     def __init__(self, capacity: int) -> None:
         self.steps = 0
         self._losses = np.zeros(capacity, np.int64)  # preemptions since `_since`
-        self._since = np.zeros(capacity, np.int64)  # the last of the steps that got somewhere, then
-        self._last = 0  # of those
-        self._most = 0  # losses of any one since then
+        self._since = np.zeros(capacity, np.int64)  # the last step with progress at that time
+        self._last = 0  # the last step with progress
+        self._most = 0  # most losses of a request since then
         self._idle = 0
 
     def check(self) -> None:
-        """InvalidPlan if the policy gets nowhere."""
+        """InvalidPlan if the policy makes no progress."""
         if self._most >= FUTILE:
             raise futile(self.steps)
         if self._idle >= IDLE:
@@ -50,14 +49,14 @@ class Progress:
         grow_columns(self, rows, _losses=0, _since=0)
 
     def forget(self, row: int) -> None:
-        """Another request has the row from now on."""
+        """Notes that another request has the row from now on."""
         self._losses[row] = 0
 
     def note(self, tokens: int, recomputed: int, preempted: np.ndarray) -> None:
         """Notes a step.
 
         Args:
-            tokens: Of its batch.
+            tokens: Tokens of its batch.
             recomputed: How many of them had been computed before.
             preempted: Rows that lost cached tokens before the step.
         """
@@ -72,14 +71,14 @@ class Progress:
             self._most = max(self._most, int(losses.max()))
 
     def advance(self, steps: int) -> None:
-        """So many more steps, and the last one got somewhere."""
+        """Notes further steps, the last of which made progress."""
         self.steps += steps
         self._last += 1
         self._most = self._idle = 0
 
 
 def futile(step: int) -> InvalidPlan:
-    """For a policy that has got nowhere until this step."""
+    """The error for a policy without progress up to this step."""
     return InvalidPlan(
         f"by step {step} it has preempted a request {FUTILE} times, while nothing was computed but "
         "what had been before: it gets nowhere"

@@ -1,13 +1,13 @@
-"""Earliest deadline first on Sarathi's batches: the baseline that a policy for service-level
-objectives has to beat.
+"""Earliest deadline first on Sarathi's batches: the baseline for policies with service-level
+objectives.
 
 The deadline of a request's token j (from 0) is arrival + TTFT + j TBT. It orders the decodes, then
 prefills and waiting requests together, and the latest deadline is preempted.
 
-In an overload this order makes every request late, one after the other, since late ones are first.
+In an overload this order makes every request late, one after the other, since late ones come first.
 So a request that can no longer be in time, or never could, is due `patience` seconds after its
-arrival instead: it waits for those that can, but not for ever. So is a real-time request without
-any target. Best-effort ones without targets come behind all others.
+arrival instead: it waits for those that can, but not for ever. The same holds for real-time
+requests without targets. Best-effort ones without targets come behind all others.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phas
 )
 @dataclass(frozen=True)
 class EarliestDeadline(UnifiedPolicy):
-    """Decodes by deadline, then prefills and the waiting by deadline; only decodes preempt.
+    """Orders decodes by deadline, then prefills and waiting requests; only decodes preempt.
 
-    patience: seconds after its arrival at which a request is due that is late, or that is
-    real-time and has no targets. With 0, plain earliest deadline first: late requests stay in
-    front, and those without targets go last. ValueError if it is negative or not a number."""
+    patience: seconds after its arrival at which a request is due if it is late, or real-time
+        without targets. With 0, plain earliest deadline first: late requests stay in front, and
+        those without targets go last. ValueError if it is negative or not a number."""
 
     groups: tuple[Group, ...] = field(default=_DECODES_FIRST)
     mixed_batches: bool = True
@@ -63,7 +63,7 @@ def _deadline(patience: float) -> Key:
         """When the next token is due, seconds. Without targets, `patience` after the arrival; never
         for best-effort requests.
 
-        Without a TTFT, the tokens after the first are due one TBT after the one before. A JCT
+        Without a TTFT, each token after the first is due one TBT after the token before. A JCT
         bounds them all.
         """
         later = r.generated > 0
@@ -76,11 +76,11 @@ def _deadline(patience: float) -> Key:
 
 
 def _lead(r: Any) -> Any:
-    """How long before that an idle engine would have to begin with what is pending, seconds."""
+    """How long before that an idle engine would have to begin with the pending tokens, seconds."""
     return r.alone * (r.prompt_len + r.generated - r.computed) / r.prompt_len
 
 
-@cache  # one function for each: a compiled simulation compiles every new one
+@cache  # one function per value: a compiled simulation compiles every new one
 def _overdue(patience: float) -> Key:
     def due(r: Any) -> Any:
         return r.arrival + patience

@@ -1,8 +1,8 @@
 """DeepSpeed-FastGen's dynamic split-fuse: every batch has the same number of tokens.
 
-Decodes come first and prompts, cut where necessary, fill the batch up to C. Unlike Sarathi it takes
-memory chunk by chunk, so a prompt may start before there is room for all of it; if memory ends in
-the middle, the last to arrive is preempted.
+Decodes come first and prompts, cut if necessary, fill the batch up to C. Unlike Sarathi it takes
+memory chunk by chunk, so a prompt may start before there is room for all of it; if memory runs out
+midway, the latest arrival is preempted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxserve.sched.unified.unified_policy import Group, Phase, Reserve, Unified
     source="DeepSpeed-FastGen",
 )
 def fastgen() -> UnifiedPolicy:
-    """Decodes, then prompts under way, then the waiting, up to C tokens. A start reserves blocks
-    for its chunk alone, so a running request may have to preempt for its next chunk."""
+    """Decodes, then prompts in progress, then waiting ones, up to C tokens. A start reserves blocks
+    only for its chunk, so a running request may have to preempt for its next chunk."""
     groups = (
         Group(Phase.DECODE, preempts=True),
         Group(Phase.PREFILL, preempts=True),

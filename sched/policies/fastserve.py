@@ -2,13 +2,13 @@
 
 Five queues (as in AccelGen's comparison, section 5), each with a quantum of service twice that of
 the one above. A request joins the first queue whose quantum covers its prompt ("skip-join"), falls
-by one when it has used up a quantum, and returns to the top when it has had nothing for too long.
-Higher queues come first, each in order of arrival; whoever lacks memory takes it from the last. A
-preempted cache goes to the host and comes back from there. It wants host memory for that,
-`--host_tokens` in simulations and `cache.host_gib` live; what finds no room there is recomputed.
-FastServe itself also moves caches ahead of time, so that nobody waits for them.
+by one when it has used up a quantum, and returns to the top when it has had no service for too
+long. Higher queues come first, each in order of arrival; a request that lacks memory takes it from
+the last. A preempted cache goes to the host and comes back from there, which needs host memory,
+`--host_tokens` in simulations and `cache.host_gib` live; caches without room there are recomputed.
+FastServe itself also moves caches ahead of time, so that requests do not wait for them.
 
-The unit of service is one decode; what a prompt costs in that unit comes from the cost model.
+The unit of service is one decode; the cost model gives the cost of a prompt in that unit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ MOST_QUEUES = 1000
 class _Memory:
     """By row: the request that has it (its order of arrival), the cost of its prompt, the queue
     that it last joined, and the service that it had received by then. Also its queue, valid until
-    it has generated more or starved, and the `generated` and `starved` that the queue was found
-    for."""
+    it has generated more or starved, and the `generated` and `starved` for which that was
+    computed."""
 
     def __init__(self) -> None:
         self.seq = np.zeros(0, np.int64)
@@ -62,9 +62,10 @@ class _Memory:
 )
 @dataclass(frozen=True)
 class FastServe(UnifiedPolicy):
-    """queues: how many, MOST_QUEUES at most. quantum: service in the top queue, in decodes. ratio:
-    from one quantum to the next. patience: seconds without a token after which a request returns to
-    the top. ValueError for those that are none, and where the last queue's quantum is no number.
+    """queues: number of queues, at most MOST_QUEUES. quantum: service in the top queue, in decodes.
+    ratio: from one quantum to the next. patience: seconds without a token after which a request
+    returns to the top. ValueError for values out of range, and if the last queue's quantum is not a
+    number.
     """
 
     groups: tuple[Group, ...] = field(default=(Group(Phase.ANY, preempts=True),))
@@ -96,7 +97,7 @@ class FastServe(UnifiedPolicy):
         return BatchPlan(plan.rows, plan.num_tokens, plan.reserve, plan.kinds, moved)
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
-        """As in the unified scheduler, without the tokens whose cache is on the host."""
+        """As in the unified scheduler, without tokens whose cache is on the host."""
         found = super().candidates(view, rows)
         if view.host.num_used:
             found.tokens = found.tokens - _on_host(view, rows)
@@ -108,15 +109,15 @@ class FastServe(UnifiedPolicy):
         return rank(view, lambda rows: self.queue_of(view, rows, now), self.requeue)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """Unknown: it depends on what each has been through."""
+        """Unknown: it depends on each request's history."""
         return None
 
     def queue_of(self, view: View, rows: np.ndarray, now: float) -> np.ndarray:
-        """The queue that each request is in, 0 the top, int16 [n]. Takes note of all new ones, and
-        of all that have had nothing for `patience` seconds: they are at the top again."""
+        """The queue of each request, 0 the top, int16 [n]. Records all new requests, and all
+        without service for `patience` seconds, which are at the top again."""
         table, memory = view.table, self._memory
         memory.grow(table.capacity)
-        # Over all of the table that is quicker than to look these rows up in it.
+        # Comparing the whole table is faster than looking up these rows.
         changed = memory.seq != table.seq
         starved = now - table.last_token > self.patience
         there = (table.state == WAITING) | (table.state == RUNNING)
@@ -133,14 +134,14 @@ class FastServe(UnifiedPolicy):
         return memory.queue[rows]
 
     def _requeue(self, view: View, rows: np.ndarray, starved: np.ndarray) -> None:
-        """Notes in which queue these are now."""
+        """Records the queue of these rows."""
         table, memory = view.table, self._memory
         generated = table.generated[rows]
         had = np.where(generated > 0, memory.prompt[rows] + generated - 1, 0.0)
         if np.count_nonzero(starved):
             memory.joined[rows[starved]] = 0
             memory.before[rows[starved]] = had[starved]
-        # Quanta from the queue joined on add up to q (r^k - 1) / (r - 1) after k of them.
+        # Quanta from the joined queue on add up to q (r^k - 1) / (r - 1) after k of them.
         first = self.quantum * self.ratio ** memory.joined[rows]
         used = (had - memory.before[rows]) * (self.ratio - 1) / first
         fallen = np.floor(np.log1p(used) / np.log(self.ratio) + 1e-9).astype(np.int64)
@@ -158,15 +159,15 @@ class FastServe(UnifiedPolicy):
 
 
 def _on_host(view: View, rows: np.ndarray) -> np.ndarray:
-    """Tokens of each that come back from the host when it starts, int64 [n]."""
+    """Tokens of each row that come back from the host when it starts, int64 [n]."""
     if not view.host.num_used:
         return np.zeros(len(rows), np.int64)
     return np.asarray(view.host.tokens[rows])
 
 
 def _out(view: View, rows: np.ndarray) -> list[Operation]:
-    """Checkpoints of the preempted caches that the host has room for, in order, but of those whose
-    blocks others hold, too."""
+    """Checkpoints of the preempted caches that fit in host memory, in order, except caches whose
+    blocks other rows hold, too."""
     rows = rows[~view.pool.sharing(rows)]
     cached = view.table.computed[rows]
     slots = slots_for(cached, view.pool.kind[rows])

@@ -1,8 +1,8 @@
 """InferMax's own scheduler: Sarathi that preempts short requests (InferMax section 6).
 
-A long request costs most to refill, so of those that run the longest come first and the shortest is
-preempted. And a request starts only if the memory that it is expected to end with is free; how long
-outputs get is learned from those that have ended.
+A long request costs most to refill, so the longest running request comes first and the shortest is
+preempted. A request starts only if the memory that it is expected to end with is free; output
+lengths are learned from outputs that have ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxserve.sched.unified.unified_policy import Group, UnifiedPolicy
 
 
 class Expect(enum.Enum):
-    """What must be free for a request to start, once the lengths of outputs are known."""
+    """Memory that must be free for a request to start, once output lengths are known."""
 
     NOTHING = "its prompt"
     CANDIDATE = "all that it is expected to end with (section 3.1, M, with section 6's reserve)"
@@ -39,10 +39,9 @@ class Expect(enum.Enum):
 class InferMax(UnifiedPolicy):
     """P = C, since the paper gives no other P and 512 costs it all of its gain (docs/infermax.md).
 
-    longest_first: running requests in order of the tokens they have cached, most first. expect:
-    the memory that must be free for a start, at least that of the prompt; only that is taken.
-    enough: outputs that must have ended before their lengths say anything. ValueError for one that
-    is negative."""
+    longest_first: running requests in order of their cached tokens, most first. expect: memory that
+    must be free for a start, at least that of the prompt; only the prompt's is taken. enough:
+    outputs that must have ended before their lengths are used. ValueError if it is negative."""
 
     groups: tuple[Group, ...] = field(default=DECODE_FIRST)
     mixed_batches: bool = True
@@ -62,12 +61,12 @@ class InferMax(UnifiedPolicy):
         plain = rank(view, requeue=self.requeue)
         if not self.longest_first:
             return plain
-        # The waiting keep their order, and are many: only those that run are sorted.
+        # The waiting requests keep their order, and are many: only running ones are sorted.
         running = plain.running[np.argsort(-view.table.computed[plain.running], kind="stable")]
         return Ranking(view.table, plain.waiting, running)
 
     def compiled_spec(self) -> CompiledSpec | None:
-        """The form of the methods here."""
+        """The compiled form of these methods."""
         plain = super().compiled_spec()
         return plain and CompiledSpec(
             _longest if self.longest_first else None,

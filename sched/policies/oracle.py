@@ -1,8 +1,8 @@
-"""What nobody can do: a schedule found by search, knowing arrivals and output lengths (AccelGen
+"""A schedule found by search that knows arrivals and output lengths, which no server can (AccelGen
 section 6.1, "Oracle").
 
 The search is in `jaxserve/simulator/oracle/search.py`, which a simulation of `oracle` runs first;
-what it finds is a policy here, `Ordered`, or one of the others.
+its result is a policy, `Ordered` from here or another one.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxserve.sched.unified.unified_policy import UnifiedPolicy, eviction_free
 
 @dataclass(frozen=True)
 class Ordered(UnifiedPolicy):
-    """The unified scheduler with the requests in a given order. given: float64 [n], a number for
-    each of the workload's; the smallest is the most urgent."""
+    """The unified scheduler with requests in a given order. given: float64 [n], a number for each
+    request of the workload; the smallest is the most urgent."""
 
     given: np.ndarray = field(default_factory=lambda: np.zeros(0))
     hypothetical: bool = True
 
     def ranking(self, view: View, now: float) -> Ranking:
-        """By the numbers."""
+        """By the given numbers."""
         known = view.oracle
-        assert known is not None  # as it is hypothetical
+        assert known is not None  # since the policy is hypothetical
 
         def keys(rows: np.ndarray) -> np.ndarray:
             return evaluate(_given, view, rows, self.given[known.numbers(rows)])
@@ -43,11 +43,11 @@ class Ordered(UnifiedPolicy):
         return rank(view, keys, self.requeue)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """Unknown: the numbers are those of one workload."""
+        """Unknown: the numbers belong to one workload."""
         return None
 
     def compiled_spec(self) -> CompiledSpec | None:
-        """As `ranking` has it."""
+        """The compiled form of `ranking`."""
         plain = super().compiled_spec()
         return plain and CompiledSpec(_given, self.given)
 
@@ -57,7 +57,7 @@ def _given(r: Any) -> Any:
 
 
 class Portfolio(enum.Enum):
-    """Whose schedules a search begins with."""
+    """The policies with which a search begins."""
 
     ALL = "every policy"
     QUICK = "those that can be simulated in machine code"
@@ -73,11 +73,11 @@ _UNSEARCHED = eviction_free(EarliestDeadline())
 )
 @dataclass(frozen=True)
 class OraclePolicy(Policy):
-    """Where nobody searches for it, `edf+ef`.
+    """`edf+ef` if no search is made.
 
-    seconds: how long it searches on, once every policy of the portfolio has been tried. runs:
-    simulations instead, so that the outcome is the same each time. portfolio: see there. rule: who
-    attains their SLO. ValueError for fewer than none.
+    seconds: how long it continues to search after all policies of the portfolio were tried. runs:
+        number of simulations instead, so that the outcome is always the same. portfolio: see
+        `Portfolio`. rule: when a request attains its SLO. ValueError for negative numbers.
     """
 
     seconds: float = 10.0
@@ -94,5 +94,5 @@ class OraclePolicy(Policy):
             raise ValueError(f"runs must be at least 0, got {self.runs}")
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """As `edf+ef`."""
+        """Plans like `edf+ef`."""
         return _UNSEARCHED.plan(view, now)

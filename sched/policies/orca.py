@@ -1,7 +1,7 @@
 """Orca: iteration-level scheduling of a fixed number of requests.
 
-First come, first served, whole prompts beside decodes. A request that starts gets memory for its
-prompt and all the tokens it may write (`max_tokens`), so nothing is ever preempted.
+First come, first served, with whole prompts beside decodes. A request that starts gets memory for
+its prompt and all tokens it may write (`max_tokens`), so nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BATCH_SIZE = 8  # in AccelGen's comparison (section 3), after Orca's own
     source="Orca; AccelGen section 3",
 )
 def orca() -> UnifiedPolicy:
-    """BATCH_SIZE requests hold cache at most, and nobody preempts."""
+    """At most BATCH_SIZE requests hold a cache, and none preempts."""
     return UnifiedPolicy(
         (Group(Phase.ANY),),
         mixed_batches=True,

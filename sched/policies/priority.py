@@ -1,6 +1,6 @@
-"""Static classes, as priority scheduling in vLLM and TensorRT-LLM: real-time before best-effort.
+"""Static classes as in vLLM and TensorRT-LLM: real-time before best-effort.
 
-Within a class decodes go first, then prefills, then those that wait, each by arrival. A request
+Within a class decodes go first, then prefills, then waiting requests, each by arrival. A request
 takes the memory and the slots it lacks from the lower class; decodes also from later ones of their
 own class.
 """

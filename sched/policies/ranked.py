@@ -1,8 +1,8 @@
 """Requests ranked by their lengths, not by their phases (InferMax section 4.6).
 
-All requests, waiting or running, are in one order, and whoever lacks memory takes it from the last
-that runs. Batches are mixed and prompts chunked, as in Sarathi. The authors' simulator has them
-with P = C, and a request that finds no memory does not block those behind it:
+All requests, waiting or running, are in one order, and a request that lacks memory takes it from
+the last running one. Batches are mixed and prompts chunked, as in Sarathi. The authors' simulator
+has P = C, and a request that finds no memory does not block those behind it:
 `rank_i:full_prefill=true:probing=true`.
 """
 

@@ -1,6 +1,6 @@
 """Iteration-level round robin between real-time and best-effort requests (BROS section 2.2).
 
-Two queues, each first come, first served, take turns, an iteration each; the paper's baseline RR.
+Two queues, each first come, first served, take turns, one iteration each; the paper's baseline RR.
 Within a turn batches, memory and preemption are vLLM's.
 """
 
@@ -19,7 +19,7 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.unified.batch_budget import Candidates
 from jaxserve.sched.unified.unified_policy import Group, UnifiedPolicy
 
-_FAR = 1 << 40  # requests: behind all others
+_FAR = 1 << 40  # requests: sorts behind all others
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Turn:
     tier: Tier = Tier.REALTIME
 
     def pass_on(self) -> None:
-        """It is the other's."""
+        """Passes the turn to the other queue."""
         self.tier = Tier(1 - self.tier)
 
 
@@ -38,7 +38,8 @@ class _Turn:
 )
 @dataclass(frozen=True)
 class RoundRobin(UnifiedPolicy):
-    """Parameters as in `vllm`. Whoever lacks memory takes it from the last to arrive of all."""
+    """Parameters as in `vllm`. A request that lacks memory takes it from the latest arrival of
+    all."""
 
     groups: tuple[Group, ...] = field(default=PREFILL_FIRST)
     mixed_batches: bool = False
@@ -57,10 +58,10 @@ class RoundRobin(UnifiedPolicy):
         return BatchPlan()
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By arrival, and as if real-time requests, which get every other batch, met no others."""
+        """By arrival, and as if real-time requests, which get every second batch, met no others."""
         return requests.seq + (requests.tier == Tier.BEST_EFFORT) * _FAR
 
     def candidates(self, view: View, rows: np.ndarray) -> Candidates:
-        """As in the unified scheduler, of the queue whose turn it is."""
+        """As in the unified scheduler, for the queue whose turn it is."""
         found = super().candidates(view, rows)
         return found[view.table.tier[found.rows] == self._turn.tier]

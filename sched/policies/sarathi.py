@@ -1,5 +1,5 @@
-"""Sarathi-Serve: stall-free batches of decodes and prompt chunks (InferMax section 3.1), and what
-is left of it without its parts (Table 1)."""
+"""Sarathi-Serve: stall-free batches of decodes and prompt chunks (InferMax section 3.1), and its
+variants without some parts (Table 1)."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def sarathi_nocp() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def sarathi_nohy() -> UnifiedPolicy:
-    """No hybrid batching and no chunked prefill: a batch is of whole prompts or of decodes."""
+    """No hybrid batching and no chunked prefill: a batch has either whole prompts or decodes."""
     return UnifiedPolicy(DECODE_FIRST, mixed_batches=False, chunked=False, full_prefill=True)

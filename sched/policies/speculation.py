@@ -1,4 +1,4 @@
-"""The variant `+spec`: any policy, with drafted tokens behind its decodes."""
+"""The variant `+spec`: any policy, with drafted tokens after its decodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.sched.registry import register_variant
     source="prompt lookup: Saxena 2023; who drafts: AdaServe, SLOs-Serve (after)",
 )
 def speculating(policy: Policy) -> Policy:
-    """The policy, whose decodes the scheduler adds drafts to (`sched/speculation/choice.py`)."""
+    """The policy; the scheduler adds drafts to its decodes (`sched/speculation/choice.py`)."""
     changed = copy.copy(policy)
     object.__setattr__(changed, "speculates", True)  # some policies are frozen
     return changed

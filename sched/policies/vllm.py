@@ -1,4 +1,4 @@
-"""vLLM's first scheduler, and the same with hybrid batches (InferMax section 3.1 and Table 1)."""
+"""vLLM's first scheduler, and its variant with hybrid batches (InferMax section 3.1, Table 1)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PREFILL_FIRST = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))
     source="InferMax 3.1, Table 1",
 )
 def vllm() -> UnifiedPolicy:
-    """A batch of whole prompts if any can start, else of all decodes, which preempt the latest to
-    arrive when memory runs out."""
+    """A batch of whole prompts if any can start, otherwise of all decodes, which preempt the latest
+    arrivals when memory runs out."""
     return UnifiedPolicy(PREFILL_FIRST, mixed_batches=False, chunked=False, full_prefill=True)
 
 
@@ -25,6 +25,6 @@ def vllm() -> UnifiedPolicy:
     source="InferMax Table 1",
 )
 def vllm_hy() -> UnifiedPolicy:
-    """Hybrid batching: decodes fill what the prompts leave of C. Prefills come first, as Table 1
-    has it ("priority: prefill"); decodes first and whole prompts are `sarathi_nocp`."""
+    """Hybrid batching: decodes fill what the prompts leave of C. Prefills come first, as in Table 1
+    ("priority: prefill"); for decodes first and whole prompts see `sarathi_nocp`."""
     return UnifiedPolicy(PREFILL_FIRST, mixed_batches=True, chunked=False, full_prefill=True)

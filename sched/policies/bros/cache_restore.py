@@ -1,5 +1,5 @@
-"""What it takes to serve a best-effort request whose blocks are shared with others (BROS section
-5.2)."""
+"""What a best-effort request whose blocks are shared has to copy and restore before it continues
+(BROS section 5.2)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.restore_plan import plan_restore
 from jaxserve.sched.state.request_table import RUNNING
 
-LOOK = 16  # requests with tokens missing that a plan looks at: each takes a while
+LOOK = 16  # most requests with missing tokens that a plan considers, since each takes a while
 
 
 class CacheRestore:
-    """Which blocks rows copy, and which segments they restore, before they go on."""
+    """The blocks that rows copy and the segments that they restore before they continue."""
 
     def __init__(self, view: View) -> None:
         self.view = view
@@ -24,15 +24,15 @@ class CacheRestore:
         self._first: dict[int, np.ndarray] = {}
 
     def offers(self, rows: np.ndarray, left: np.ndarray, *, every_block: bool = False) -> BrosWork:
-        """What best-effort rows would do, in order. Of the running ones with tokens on the host
-        only the first few and the earliest to arrive are included.
+        """The work of best-effort rows, in order. Of the running ones with tokens on the host, only
+        the first few and the earliest to arrive are included.
 
         Args:
             rows: int64 [n].
             left: int64 [blocks], tokens that each block has from the left. A row moves out of a
                 block that cannot hold both sides.
-            every_block: Whether to check this for all blocks of a row, not only the one that it
-                fills now.
+            every_block: Whether to check this for all blocks of a row, not only for the one it is
+                filling.
         """
         view, table = self.view, self.view.table
         missing = (table.state[rows] == RUNNING) & (view.host.tokens[rows] > 0)
@@ -81,8 +81,8 @@ class CacheRestore:
         return np.array([segment.first for segment in self.view.host.segments(row)], np.int64)
 
     def _leave_blocks(self, work: BrosWork, left: np.ndarray, every: bool) -> None:
-        """Rows move out of blocks where they and the other owner no longer both fit. every: check
-        all blocks of a row, not only the one that it fills now."""
+        """Moves rows out of blocks that can no longer hold both owners' tokens. every: check all
+        blocks of a row, not only the one it is filling."""
         pool, size = self.view.pool, self.view.pool.block_size
         index = self.view.table.computed[work.rows] // size
         first = np.where(every, 0, index)
@@ -97,12 +97,12 @@ class CacheRestore:
             self._leave(int(rows[i]), at[i : i + 1])
 
     def _leave(self, row: int, index: np.ndarray) -> None:
-        """The row cannot go on in its blocks of these numbers."""
+        """Notes that the row cannot stay in its blocks of these indices."""
         if len(index):
             self._copy.setdefault(row, set()).update(index.tolist())
 
     def _copies(self, row: int) -> np.ndarray:
-        """Numbers of the row's blocks that go elsewhere, int64 [k]."""
+        """Indices of the row's blocks that it moves out of, int64 [k]."""
         return np.array(sorted(self._copy.get(row, ())), np.int64)
 
     def _slots(self, row: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The batch being packed: what is in it, what still fits, and how long it would take."""
+"""The batch being packed: its content, what still fits, and how long it would take."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import WAITING
 from jaxserve.sched.unified.batch_builder import BatchBuilder, PlannedWork, seconds_of
 
-BEST_EFFORT = int(Tier.BEST_EFFORT)  # looking a member up takes longer than comparing
+BEST_EFFORT = int(Tier.BEST_EFFORT)  # faster than looking up the enum's member
 _SAVED = NUM_COLUMNS + MOVED.index("saved_slots")
 
 
 @dataclass
 class BrosWork(PlannedWork):
-    """What requests would do in the step.
+    """The work of requests in the step.
 
     Attributes:
         loaded: Slots that come back from the host. `start` counts their tokens as cached.
@@ -31,8 +31,8 @@ class BrosWork(PlannedWork):
 
     @classmethod
     def of_rows(cls, view: View, rows: np.ndarray, start: np.ndarray | None = None) -> BrosWork:
-        """What these rows would do, with whole prompts. start: tokens cached; by default those in
-        the pool, and for waiting rows those on the host."""
+        """The work of these rows, with whole prompts. start: tokens cached; by default those in the
+        pool, and for waiting rows those on the host."""
         table, kept = view.table, view.host.tokens[rows]
         if start is None:
             start = table.computed[rows] + np.where(table.state[rows] == WAITING, kept, 0)
@@ -45,7 +45,7 @@ class BrosWork(PlannedWork):
         return self.decodes & (self.loaded == 0)
 
     def cut(self, view: View, tokens: np.ndarray) -> BrosWork:
-        """The same with so many tokens each, int64 [n], and blocks only for these."""
+        """The same work cut to these tokens, int64 [n], with blocks only for these."""
         kinds = np.zeros(len(self), np.int64)
         all_of_it, piece = (
             view.pool.needed(self.rows, self.start + n, kinds) for n in (self.tokens, tokens)
@@ -53,18 +53,18 @@ class BrosWork(PlannedWork):
         return replace(self, tokens=tokens, new=self.new - all_of_it + piece)
 
     def columns(self) -> np.ndarray:
-        """What each adds to the features of a batch, with those of MOVED."""
+        """What each request adds to the features of a batch, including those of MOVED."""
         moved = np.stack([self.loaded, self.copied, np.zeros_like(self.tokens)])
         return np.concatenate([super().columns(), moved])
 
 
 def alone(view: View, work: BrosWork) -> np.ndarray:
-    """Seconds that each would take in a batch of its own, float64 [n]."""
+    """Seconds that each request would take in a batch of its own, float64 [n]."""
     return seconds_of(view, work.columns())
 
 
 class BrosBatch(BatchBuilder[BrosWork]):
-    """A batch in the making. size: requests that it may hold (B of BROS section 4.2)."""
+    """A batch being built. size: most requests in it (B of BROS section 4.2)."""
 
     def __init__(self, view: View, size: int) -> None:
         super().__init__(view, BrosWork.of_rows(view, np.zeros(0, np.int64)))
@@ -76,11 +76,11 @@ class BrosBatch(BatchBuilder[BrosWork]):
         return sum(map(len, self.parts))
 
     def fits(self, work: BrosWork) -> int:
-        """How many of them, in order, stay within the rows and tokens of a batch."""
+        """How many requests, in order, stay within the rows and tokens of a batch."""
         return prefix(np.cumsum(work.tokens[: self.rows_left]) <= self.tokens_left)
 
     def piece(self, one: BrosWork, limit: float, beside: BrosWork | None = None) -> BrosWork | None:
-        """As much of a prompt as leaves the batch, and `beside`, within rows, tokens and `limit`
+        """As much of a prompt as keeps the batch, with `beside`, within rows, tokens and `limit`
         seconds; None if that is nothing."""
         beside = self._nothing if beside is None else beside
         sums = self._sums + beside.columns().sum(axis=1, keepdims=True)
@@ -94,7 +94,7 @@ class BrosBatch(BatchBuilder[BrosWork]):
         return one.cut(self.view, np.array([tokens])) if tokens > 0 else None
 
     def add(self, work: BrosWork) -> None:
-        """Puts them in; the caller has checked that they fit."""
+        """Adds the requests; the caller has checked that they fit."""
         super().add(work)
         self.chosen[work.rows] = True
         self.rows_left -= len(work)

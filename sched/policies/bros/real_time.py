@@ -1,4 +1,4 @@
-"""Real-time requests in order of the time they have left (BROS Algorithm 1, lines 3 to 15)."""
+"""Real-time requests in order of remaining time (BROS Algorithm 1, lines 3 to 15)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxserve.sched.policies.bros.urgency import Queue
 
 
 class Late(enum.Enum):
-    """Where prompts come whose deadline cannot be met."""
+    """The position of prompts whose deadline cannot be met."""
 
     IN_PLACE = "by the time they have left, so first of all (the paper)"
     LAST = "behind all others"
@@ -26,8 +26,8 @@ _BEHIND = 3  # all others
 
 
 def _ranks(place: Late, late: np.ndarray, decodes: np.ndarray) -> np.ndarray:
-    """Rank of each request, int64 [n]; a lower one comes first, whatever the time left. late,
-    decodes: bool [n], in order of the time left."""
+    """Rank of each request, int64 [n]; lower ranks come first, whatever the remaining time. late,
+    decodes: bool [n], in order of remaining time."""
     if place is Late.IN_PLACE:
         return np.zeros(len(late), np.int64)
     ranks = np.where(late, _BEHIND, 0)
@@ -42,11 +42,11 @@ class Rules:
     """How real-time requests are packed.
 
     Attributes:
-        late: Where prompts come that cannot meet their deadline.
+        late: Position of prompts that cannot meet their deadline.
         chunked: Whether prompts may be cut.
         spare: Seconds beyond the batch that a request must have left to give up its place.
-        headroom: The longest that late prompts and best-effort requests may make the batch,
-            seconds, unless it takes longer already.
+        headroom: Longest time to which late prompts and best-effort requests may extend the batch,
+        seconds.
     """
 
     late: Late
@@ -61,10 +61,10 @@ class Packed:
 
     Attributes:
         early: Whether a request that is not late was left out or cut.
-        limit: The longest that best-effort requests may make the batch, seconds: until the most
-            urgent deadline that a batch of one request could meet, or until the headroom ends.
-        waits: Whether there are late prompts and none of them got anything.
-        started: How many requests start.
+        limit: Longest time to which best-effort requests may extend the batch, seconds: until the
+        most urgent deadline that a batch of one request could meet, or until the headroom ends.
+        waits: Whether there are late prompts and none of them got any tokens.
+        started: Number of requests that start.
     """
 
     early: bool = False
@@ -77,15 +77,15 @@ def pack(
     batch: BrosBatch, room: BrosBudget, queue: Queue, others: np.ndarray, rules: Rules
 ) -> Packed:
     """Adds real-time requests in order until the batch would miss the most urgent deadline, and
-    cuts the prompt that would make it do so. Deadlines that cannot be met even in the batch as it
-    is do not count. At least one request is served.
+    cuts the prompt that would cause that. Deadlines that cannot be met even by the present batch
+    are ignored. At least one request is served.
 
     Args:
-        batch: The batch in the making.
+        batch: The batch being built.
         room: Its memory.
         queue: Real-time requests, the most urgent first.
-        others: Best-effort rows in the order in which they are served. In a full batch they get the
-            places of real-time requests that have more to restore from the host, and time left.
+        others: Best-effort rows in their order. In a full batch they get the places of real-time
+        requests that have more to restore from the host, and time left.
         rules: How to pack.
     """
     view = batch.view
@@ -110,11 +110,11 @@ def pack(
     early = bool(savable[chosen[count:fits]].any())
     done, head = ready[:count], ready[count : count + 1]
     taken = float(times[count - 1]) if count else batch.seconds
-    headroom = rules.headroom if taken <= rules.headroom else np.inf  # it is lost already
+    headroom = rules.headroom if taken <= rules.headroom else np.inf  # the headroom is lost already
     piece = None
     if len(head) and not head.decodes[0] and rules.chunked:
         most = [min(first, headroom) if late[chosen[count]] else first]
-        most += [first, np.inf] if count == 0 else []  # one is always served
+        most += [first, np.inf] if count == 0 else []  # at least one is served
         found = (batch.piece(head, seconds, done) for seconds in most)
         piece = next((one for one in found if one is not None), None)
     elif count == 0:
@@ -135,8 +135,8 @@ def pack(
 
 def _stay(batch: BrosBatch, work: BrosWork, slack: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Which of these stay in a full batch, a mask [n], and do not give their places to best-effort
-    requests that have less to bring back (Algorithm 1, lines 26 to 33). slack: seconds that each
-    has besides; the least urgent are last."""
+    requests that have less to restore (Algorithm 1, lines 26 to 33). slack: spare seconds of each;
+    the least urgent are last."""
     mask = np.ones(len(work), bool)
     able = np.flatnonzero((work.loaded > 0) & (slack > 0))[::-1]
     others = others[~batch.chosen[others]][: len(able)]

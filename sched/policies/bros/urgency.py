@@ -1,6 +1,6 @@
-"""How long each real-time request has to its next token's deadline (BROS section 4.2).
+"""The time until the deadline of each real-time request's next token (BROS section 4.2).
 
-A token that the step on the device will bring counts as returned when that step ends.
+A token of the step on the device counts as returned when that step ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxserve.sched.policy import View
 
 @dataclass(frozen=True)
 class Queue:
-    """rows [n], most urgent first; residual: float64 [n], seconds to each one's deadline."""
+    """rows [n], most urgent first; residual: float64 [n], seconds to each row's deadline."""
 
     rows: np.ndarray
     residual: np.ndarray
@@ -32,7 +32,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Targets:
-    """Default targets for requests that have none, in seconds. ttft: to the first token. tbt:
+    """Default targets, in seconds, of requests without their own. ttft: to the first token. tbt:
     between two tokens."""
 
     ttft: float
@@ -50,8 +50,9 @@ class Targets:
         return np.where(table.generated[rows] > received, tbt, left)
 
     def poll(self, view: View, waiting: np.ndarray, pending: np.ndarray, clock: float) -> Queue:
-        """Merges both queues. Waiting requests are in order and pending ones get sorted; then each
-        queue in turn gives its most urgent (section 4.2, "Request pulling optimization").
+        """Merges both queues. Waiting requests are in order and pending ones get sorted; then both
+        queues take turns to give their most urgent request (section 4.2, "Request pulling
+        optimization").
 
         Args:
             view: What the policy sees.

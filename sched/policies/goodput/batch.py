@@ -1,4 +1,4 @@
-"""The batch in the making: what each request would do in it, and how long it would take."""
+"""The batch being built: what each request would do in it, and how long it would take."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from jaxserve.sched.policies.goodput.outlook import Outlook
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import WAITING
 
-FEW = 6  # batches that are priced sooner one by one than as an array
+FEW = 6  # batches that are priced faster one by one than as an array
 
 
 @dataclass
 class GoodputWork:
-    """What n requests would do in the step; arrays [n]. Whoever works with some of them has their
-    indices.
+    """The work of n requests in the step; arrays [n]. Selections of requests are indices of these.
 
     Attributes:
         rows: Rows of the table.
-        tokens: How many each computes now; at first all that it has pending.
+        tokens: Tokens that each computes now; initially all its pending ones.
         start: Tokens cached before.
         new: Free blocks that it takes.
         starts: bool, whether it holds no cache yet.
         decodes: bool, whether only its newest generated token is pending.
         reserve: Cache tokens to have room for.
         kinds: `CacheKind` of each.
-        loaded: Slots that come back from the host first.
-        paused: bool, whether it has written something, and holds no cache.
+        loaded: Slots that are restored from the host first.
+        paused: bool, whether it has written tokens, and holds no cache.
         due, gap_due, longest, attains, loss, missed, bare: See `Outlook`.
-        loads: Whether any has something to load.
+        loads: Whether any has slots to load.
         hidden: Whether any has a hidden cache.
         columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
     """
@@ -62,17 +61,17 @@ class GoodputWork:
 
     @classmethod
     def of_rows(cls, view: View, rows: np.ndarray, outlook: Outlook, kind: int) -> GoodputWork:
-        """All that each has pending, with what it has on the host restored.
+        """All pending tokens of each request, with its tokens on the host restored.
 
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            outlook: Of these rows.
-            kind: `CacheKind` of the caches of those that start anew.
+            outlook: Outlook of these rows.
+            kind: `CacheKind` of new caches.
         """
         table, host = view.table, view.host
         starts, written = table.state[rows] == WAITING, table.generated[rows] > 0
-        fresh = starts & (table.computed[rows] == 0)  # what is found has a kind already
+        fresh = starts & (table.computed[rows] == 0)  # cached prefixes have a kind already
         kinds = np.where(fresh, kind, view.pool.kind[rows]).astype(np.int64)
         if kind == HIDDEN:
             kinds[fresh & (table.adapter[rows] > 0)] = KV
@@ -106,13 +105,13 @@ class GoodputWork:
         return len(self.rows)
 
     def columns_of(self, one: int, tokens: np.ndarray) -> np.ndarray:
-        """What this request would add if it computed so many tokens of its own, or so many."""
+        """What this request would add if it computed each of these numbers of tokens."""
         decodes = self.decodes[one] & (tokens == self.tokens[one])
         hidden = self.kinds[one] == HIDDEN
         return _columns(tokens, self.start[one], decodes, self.loaded[one], hidden)
 
     def cut(self, one: int, tokens: int) -> None:
-        """Has this request compute no more than so many tokens."""
+        """Limits the tokens that this request computes."""
         self.columns[:, one] = self.columns_of(one, np.array([tokens]))[:, 0]
         self.decodes[one] &= tokens == self.tokens[one]
         self.tokens[one] = tokens
@@ -121,8 +120,8 @@ class GoodputWork:
 def _columns(
     tokens: np.ndarray, start: Any, decodes: np.ndarray, loaded: Any, hidden: Any
 ) -> np.ndarray:
-    """Columns of `batch_feature_sums`; then slots from the host, and what decodes and prompts read
-    from hidden caches."""
+    """Columns of `batch_feature_sums`; then slots from the host, and the tokens that decodes and
+    prompts read from hidden caches."""
     own = columns(tokens, start, decodes)
     found = np.empty((len(own) + 3, len(tokens)), np.int64)
     found[:-3], found[-3] = own, loaded
@@ -131,19 +130,19 @@ def _columns(
 
 
 class GoodputBatch:
-    """Starts empty, or with some requests.
+    """A batch being built, empty or with some requests.
 
     Args:
         view: What the policy sees.
         work: All requests.
-        some: Indices of those that are in it from the start.
+        some: Indices of the requests in it from the start.
     """
 
     def __init__(self, view: View, work: GoodputWork, some: np.ndarray | None = None) -> None:
         self.parts: list[np.ndarray] = []
         self._view, self._work = view, work
         self._sums = np.zeros((len(work.columns), 1), np.int64)
-        self._time: float | None = 0.0  # until it changes
+        self._time: float | None = 0.0  # None after changes
         if some is not None:
             self.add(some)
 
@@ -163,21 +162,22 @@ class GoodputBatch:
         return self._time
 
     def chosen(self) -> np.ndarray:
-        """Indices of those in it, in order, int64 [n]."""
+        """Indices of the requests in it, in order, int64 [n]."""
         return np.concatenate([*self.parts, np.zeros(0, np.int64)])
 
     def times(self, some: np.ndarray) -> np.ndarray:
-        """Seconds with the first of these added, with the first two, and so on, float64 [n]."""
+        """Seconds with the first of these requests added, with the first two, and so on, float64
+        [n]."""
         return self._each(self._sums + self._work.columns.take(some, axis=1).cumsum(axis=1))
 
     def with_each(self, some: np.ndarray, one: np.ndarray | None = None) -> np.ndarray:
-        """Seconds with each of these, and none of the others, added, float64 [n]. one: the index of
-        another that is added, too."""
+        """Seconds with each of these requests added by itself, float64 [n]. one: index of another
+        request that is added, too."""
         sums = self._sums if one is None else self._sums + self._work.columns.take(one, axis=1)
         return self._each(sums + self._work.columns.take(some, axis=1))
 
     def with_tokens(self, one: int, tokens: np.ndarray) -> np.ndarray:
-        """Seconds that the batch takes with each of these numbers of tokens of one request added.
+        """Seconds of the batch with each of these numbers of tokens of one request added.
 
         Args:
             one: Index of the request.
@@ -189,19 +189,20 @@ class GoodputBatch:
         return self._each(self._sums + self._work.columns_of(one, tokens))
 
     def longest(self, one: int, limit: float, most: int) -> int:
-        """The most tokens of a request with which the batch takes no longer than `limit` seconds;
-        at most `most`, and 0 if not even one fits."""
+        """Most tokens of a request with which the batch takes no longer than `limit` seconds; at
+        most `most`, and 0 if not even one fits."""
         return longest(lambda tokens: self.with_tokens(one, tokens), limit, most)
 
     def add(self, some: np.ndarray) -> None:
-        """Puts these in; the caller has checked that they fit."""
+        """Adds these requests; the caller has checked that they fit."""
         if len(some):
             self.parts.append(some)
             self._time = None
             self._sums += self._work.columns.take(some, axis=1).sum(axis=1, keepdims=True)
 
     def drop(self, some: np.ndarray) -> int:
-        """Takes these out, if they are in. Returns the free blocks that they were to take."""
+        """Removes these requests, if they are in. Returns the free blocks that they would have
+        taken."""
         gone, parts = np.zeros(len(self._work), bool), []
         gone[some] = True
         given = 0

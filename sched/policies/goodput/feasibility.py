@@ -1,4 +1,4 @@
-"""Which jobs are done so that as many as possible are in time."""
+"""Chooses jobs so that as many as possible are in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ gives the same within half a point."""
 
 
 class InTime(NamedTuple):
-    """What `in_time` has chosen.
+    """The result of `in_time`.
 
     Attributes:
         jobs: Indices, in order of their due times, int64 [k].
@@ -30,15 +30,15 @@ class InTime(NamedTuple):
 def in_time(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float = 0.0) -> InTime:
     """Chooses jobs for one machine so that as many as possible end when they are due.
 
-    They are gone through in order of their due times. Whenever one would be late, the dearest so
-    far is left out: the one with the most seconds for its worth. With equal worth nothing can be
-    better (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late
-    jobs", 1968).
+    Goes through the jobs in order of due times. Whenever one would be late, the most expensive so
+        far is left out: the one with the most seconds for its worth. With equal worth this is
+        optimal (Moore, "An n job, one machine sequencing algorithm for minimizing the number of
+        late jobs", 1968).
 
     Args:
         due: float64 [n], seconds.
         cost: float64 [n], seconds that each takes.
-        worth: float64 [n]; jobs of none are left out.
+        worth: float64 [n]; jobs without worth are left out.
         begin: When the machine is free, seconds.
 
     Returns:
@@ -47,7 +47,7 @@ def in_time(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float =
     order = np.argsort(due, kind="stable")
     order = order[worth[order] > 0]
     ends = begin + np.cumsum(cost[order])
-    first = prefix(ends <= due[order])  # that would be late
+    first = prefix(ends <= due[order])  # index of the first late one
     if first == len(order):
         return InTime(order, 0)
     jobs, whens, seconds = order.tolist(), due.tolist(), cost.tolist()
@@ -55,7 +55,7 @@ def in_time(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float =
     dearest = [(ranks[i], i) for i in jobs[:first]]
     heapq.heapify(dearest)
     end, chosen = float(ends[first - 1]) if first else begin, np.ones(len(cost), bool)
-    last = begin  # due time of those who were late
+    last = begin  # due time of the last late one
     for i in jobs[first:]:
         end += seconds[i]
         heapq.heappush(dearest, (ranks[i], i))
@@ -72,19 +72,18 @@ def left_out(
     due: np.ndarray, ends: np.ndarray, worth: np.ndarray, begin: float, most: float
 ) -> int:
     """How many of the most urgent jobs are better left out of a step that ends before any of its
-    jobs is late. Where all are due soon, steps with the most urgent are short, and what each step
-    costs beside its jobs leaves no time for the others.
+    jobs is late. If all are due soon, steps with the most urgent are short, and the fixed cost of
+    each step leaves no time for the others.
 
     Args:
         due: float64 [n], seconds, in order.
-        ends: float64 [n], how long a step takes with the first of them, with the first two, and so
-            on.
+        ends: float64 [n], time of a step with the first of them, with the first two, and so on.
         worth: float64 [n].
-        begin: How long it takes without any.
-        most: The longest that it may be.
+        begin: Time of the step without any.
+        most: Longest allowed time of the step.
 
     Returns:
-        The number, 0 unless the step without them does GAIN times as much a second.
+        The number, 0 unless the step without them does GAIN times as much per second.
     """
     saved = np.append(begin, ends[:-1]) - begin  # by leaving out those before it
     count = np.searchsorted(ends, np.minimum(due, most) + saved, side="right")

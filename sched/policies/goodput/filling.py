@@ -1,4 +1,4 @@
-"""Fills a batch: decodes, prompts that will be in time, and with what is left everybody else."""
+"""Fills a batch: decodes, prompts that will be in time, and the others with what is left."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
 from jaxserve.sched.policies.goodput.pausing import AT_ANY_LOSS, FREE_OF_LOSS, Memory
 from jaxserve.sched.policy import View
 
-NOT_AT_ALL = -1.0  # what those who are paused may lose: nobody is paused
-# Points are those of attainment that are lost with the constant at its extremes, over the league's
+NOT_AT_ALL = -1.0  # loss that paused requests may cause: no request is paused
+# Points are points of attainment lost with the constant at its extremes, over the league's
 # workloads on both systems at 1.5 and 2.5 times saturation.
 SHORT = 0.9
 """Share of the pool in use from which memory is short. To cut prompts all the same costs half a
@@ -25,8 +25,8 @@ prompts are very long."""
 LAST_CALL = 1.0
 """Seconds before its longest gap from which a paused request is urgent. Without it 2 points fewer
 keep their longest gaps."""
-PROMPTS = 0.1  # least share of a step for prompts: else their cost would have no bound
-MOST_LATE = 32  # late and paused requests that a plan tries to start, so that it has an end
+PROMPTS = 0.1  # least share of a step for prompts: otherwise their cost would be unbounded
+MOST_LATE = 32  # most late and paused requests that a plan tries to start
 
 
 class GoodputFilling:
@@ -38,9 +38,9 @@ class GoodputFilling:
         batch: The batch, empty at first.
         memory: Its memory.
         clock: When it begins, seconds.
-        headroom: The longest that those who are late may make it, seconds, so that who comes next
-            can be in time, where the decodes alone do not make it longer.
-        first: bool [n], who comes before all others.
+        headroom: Longest time to which late requests may extend it, seconds, so that the next
+        arrivals can be in time, unless the decodes alone take longer.
+        first: bool [n], which requests come before all others.
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class GoodputFilling:
         self._slack = work.due - clock
         self._last_call = work.gap_due - clock
         self._seq = view.table.seq[work.rows]
-        self._limit = np.inf  # the longest that the batch may take, seconds
+        self._limit = np.inf  # longest time of the batch, seconds
         self._starved = False  # whether a start has found no memory
 
     def fill(self, starved: np.ndarray) -> None:
-        """Fills it. starved: bool [n], those who come first for whom time is made."""
+        """Fills it. starved: bool [n], requests that come first and for which time is made."""
         work = self._work
         running = work.decodes & ~work.starts
         decodes = self._find_blocks(np.flatnonzero(running))
@@ -92,12 +92,12 @@ class GoodputFilling:
             self._do_something()
 
     def _hopeless(self, decodes: np.ndarray) -> np.ndarray:
-        """Which of these decodes cannot attain their targets, bool [n]. They go on with what is
-        left of the step: with them it would be longer for those who can."""
+        """Which of these decodes cannot attain their targets, bool [n]. They continue with what is
+        left of the step, since they would make it longer for those that can."""
         return self._work.missed[decodes] & ~self._first[decodes]
 
     def _find_blocks(self, decodes: np.ndarray) -> np.ndarray:
-        """The decodes that find blocks, once those who lose least are paused as needed."""
+        """The decodes that find blocks, after those with the least loss were paused as needed."""
         work, memory = self._work, self._memory
         order = np.argsort(-work.loss[decodes], kind="stable")
         decodes = decodes[order[: self._view.limits.max_batch_tokens]]
@@ -109,9 +109,9 @@ class GoodputFilling:
         self, others: np.ndarray, decodes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, float]:
         """Which of the others come first, in order, so that most are in time; the decodes beside
-        them: all, or where that saves somebody and there is room for many more requests, only those
-        that cannot wait for another step, or have waited for too long; and how long the step may be
-        for those that wait, seconds."""
+        them: all, or if that saves a request and there is room for many more, only those that
+        cannot wait for another step, or have waited for too long; and how long the step may be for
+        the waiting ones, seconds."""
         work, view = self._work, self._view
         slack, last_call = self._slack[others], self._last_call[others]
         slack = np.where((slack <= 0) & (last_call < LAST_CALL), last_call, slack)
@@ -122,7 +122,7 @@ class GoodputFilling:
         full = GoodputBatch(view, work, decodes)
         chosen = self._in_time(jobs, slack, full, decodes)
         if len(decodes) and len(chosen) < len(jobs) and self._roomy(len(decodes)):
-            # The next step has them all, and those decode whose prompts this one ends.
+            # The next step has them all, and the prompts that end in this one decode.
             again = full.seconds * (1.0 + len(jobs) / len(decodes))
             soon = float(GoodputBatch(view, work).with_each(jobs).min()) + again
             waits = (self._slack[decodes] > soon) & ~self._first[decodes]
@@ -138,19 +138,19 @@ class GoodputFilling:
         self, jobs: np.ndarray, slack: np.ndarray, batch: GoodputBatch, decodes: np.ndarray
     ) -> np.ndarray:
         """Which jobs come first beside these decodes, so that most are in time. A job costs what it
-        adds to the batch, and its share of further steps where the decodes limit their length.
-        Where not all can be in time, the most urgent are left out if they keep steps short."""
+        adds to the batch, and its share of further steps if the decodes limit their length. If not
+        all can be in time, the most urgent are left out if they keep steps short."""
         base, end = batch.seconds, batch.with_each(jobs)
         dearest = int(np.argmax(end))
         cost = np.maximum(batch.with_each(jobs, jobs[dearest : dearest + 1]) - end[dearest], 1e-9)
-        begin = max(end[dearest] - cost[dearest], base)  # what the first prompt costs beside itself
+        begin = max(end[dearest] - cost[dearest], base)  # fixed cost of the first prompt
         limit = self._least_slack(decodes, base)
         if limit < np.inf:
             cost = cost * (limit / max(limit - base, PROMPTS * limit))
         able = np.flatnonzero(end <= slack)
         chosen, contested = in_time(slack[able], cost[able], self._work.attains[jobs[able]], begin)
         chosen = able[chosen]
-        if contested > 1 and self._memory.slots > 0:  # else it is not time that is short
+        if contested > 1 and self._memory.slots > 0:  # otherwise time is not what is short
             some = chosen[:contested]
             worth = self._work.attains[jobs[some]]
             chosen = chosen[left_out(slack[some], batch.times(jobs[some]), worth, begin, limit) :]
@@ -163,28 +163,29 @@ class GoodputFilling:
     def _least_slack(self, decodes: np.ndarray, base: float) -> float:
         """The longest step, in seconds, after which all of these decodes are in time that would be
         after one of `base` seconds, even if it takes longer than predicted: most outputs may have
-        no late gap at all, and there are many steps in each."""
+        no late gap at all, and each has many steps."""
         slack = self._slack[decodes] / self._view.device.overrun
         able = (slack >= base) & (self._work.attains[decodes] > 0)
         return float(slack[able].min(initial=np.inf))
 
     def _add_all(self, some: np.ndarray, most: float, spare: int = 0) -> bool:
-        """Adds requests in order, the last one cut to what there is time for. Those that find no
-        memory are passed over.
+        """Adds requests in order, the last one cut to the time that is left. Requests that find no
+        memory are skipped.
 
         Args:
             some: The requests.
-            most: What those may lose in all that are paused for some of them. For one that was
-                paused itself only those without targets are, unless they may lose anything.
+            most: Most total loss of the requests that are paused for one of them. For a request
+            that was paused itself, only those without targets are paused, unless any loss is
+            allowed.
             spare: Blocks that they leave free for others.
 
         Returns:
-            Whether there is room for another one behind them.
+            Whether there is room for another request after them.
         """
         work, memory = self._work, self._memory
         some, times = some[~memory.out[some]], None
         while len(some):
-            if times is None:  # of the batch with each of them and those before it
+            if times is None:  # of the batch with each request and those before it
                 times = self._batch.times(some)
             timely = self._timely(some, times)
             new, starts = work.new[some], work.starts[some]
@@ -209,7 +210,7 @@ class GoodputFilling:
             elif not fits[0]:
                 self._starved = True
                 able = (new <= left) & (starts <= memory.slots)
-                if work.paused[one] and 0 <= most < AT_ANY_LOSS:  # the next may pause others
+                if work.paused[one] and 0 <= most < AT_ANY_LOSS:  # others may pause
                     able = np.logical_or.accumulate(able | ~work.paused[some])
                 some, times = some[able], None
             else:
@@ -222,7 +223,7 @@ class GoodputFilling:
         return True
 
     def _timely(self, some: np.ndarray, times: np.ndarray) -> int:
-        """How many of them, in order, there is time for. times: `Batch.times`."""
+        """How many of the requests, in order, there is time for. times: `Batch.times`."""
         limits, batch = self._view.limits, self._batch
         limit = np.minimum.accumulate(np.append(self._limit, self._bounds(some, times)))
         ok = times <= limit[:-1]
@@ -231,19 +232,19 @@ class GoodputFilling:
         return prefix(ok)
 
     def _bounds(self, some: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """How long the batch may be for each of them, whose last one's end is at these times, if it
-        is in time, float64 [n]; inf if it is late all the same."""
+        """How long the batch may take for each request, given these times of the batch at its last
+        token, so that it is in time, float64 [n]; inf if it is late in any case."""
         slack = self._slack[some]
         return np.where((self._work.attains[some] > 0) & (times <= slack), slack, np.inf)
 
     def _part(self, one: int, whole: float, enough: int | None) -> int:
-        """How many tokens of a request there is time for. Where memory is short, a part of a prompt
-        would only hold it: all or none, unless no other prompt is in the batch.
+        """Tokens of a request that there is time for. If memory is short, part of a prompt would
+        only occupy it: all or none, unless the batch has no other prompt.
 
         Args:
             one: The request.
             whole: Seconds of the batch with all of it.
-            enough: As many tokens will do as an answer; None to find the most.
+            enough: A number of tokens that suffices as an answer; None to find the most.
         """
         batch, want = self._batch, int(self._work.tokens[one])
         left = self._view.limits.max_batch_tokens - batch.tokens
@@ -258,8 +259,8 @@ class GoodputFilling:
         return self._view.pool.num_used > SHORT * self._view.pool.num_blocks
 
     def _fill_up(self, rest: np.ndarray) -> None:
-        """Everybody else: those who hold memory, and if nobody lacks it, who was paused, and who is
-        late."""
+        """Adds the others: those that hold memory, and if none lacks memory, paused and late
+        requests."""
         work, starts = self._work, self._work.starts[rest]
         holding, waiting = rest[~starts], rest[starts]
         holding = holding[np.lexsort((work.due[holding], -work.attains[holding]))]
@@ -270,8 +271,8 @@ class GoodputFilling:
         self._add_all(waiting[order[:MOST_LATE]], NOT_AT_ALL, spare)
 
     def _make_time(self, starved: np.ndarray) -> None:
-        """Adds the first of these for whom there was no time: so much of it that the step takes
-        twice as long as with one token. Decodes that are in time one by one could otherwise keep it
+        """Adds the first of these for which there was no time, with as many tokens as make the step
+        take twice as long as with one. Otherwise decodes that are in time one by one could keep it
         out for ever, if it has much to read."""
         one = starved[~np.isin(starved, self._batch.chosen())][:1]
         if len(one):
@@ -281,7 +282,8 @@ class GoodputFilling:
             self._limit = limit
 
     def _do_something(self) -> None:
-        """Adds the first that can go on, however long it takes and whoever is paused for it."""
+        """Adds the first request that can continue, whatever it takes and whatever is paused for
+        it."""
         self._limit = np.inf
         order = np.lexsort((self._seq, self._work.starts))
         for i in range(len(order)):

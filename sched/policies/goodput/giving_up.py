@@ -1,5 +1,5 @@
-"""Who is not going to meet its targets, whatever comes: so that whoever waits for it is told, and
-predicted waits and routers know. No plan depends on it."""
+"""Which requests will certainly miss their targets, so that their clients are told, and predicted
+waits and routers know. No plan depends on it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jaxserve.sched.state.request_table import MISSED, RELEGATED, WAITING
 def given_up(
     view: View, waiting: np.ndarray, work: GoodputWork, batch: np.ndarray, clock: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What is new of that.
+    """The requests that are newly given up.
 
     Args:
         view: What the policy sees.
-        waiting: Rows that hold no cache, those that the plan has not looked at included.
-        work: All requests that it has looked at.
+        waiting: Rows that hold no cache, including those that the plan has not considered.
+        work: All requests that it has considered.
         batch: Rows in the batch.
-        clock: When that begins, seconds.
+        clock: When the batch begins, seconds.
 
     Returns:
-        Rows that have missed their targets, int64 [n]; and those that have, and wait for what is
+        Rows that have missed their targets, int64 [n]; and those among them that wait for what is
         left, int64 [m].
     """
     table = view.table
@@ -33,7 +33,7 @@ def given_up(
     others = others[table.outlook[others] < RELEGATED]
     if not (len(late) or len(others)):
         return late, others
-    # A first token that is on its way may yet be in time: when it comes is predicted.
+    # A first token in flight may still be in time: its arrival is predicted.
     coming = (table.generated[others] > 0) & (table.received[others] == 0)
     lost = np.concatenate([late, others[table.has_targets(others) & ~coming]])
     planned = np.zeros(table.capacity, bool)

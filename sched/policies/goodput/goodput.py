@@ -1,8 +1,8 @@
-"""Goodput: every step is what lets most requests attain all of their targets.
+"""Goodput: each step maximises the number of requests that attain all of their targets.
 
-Decodes run. Of the prompts that wait, those are computed first of which most can be in time. Where
-memory is short, whose next late token costs least is paused, and its cache goes to the host. What
-is left of a step goes to those who are late, and who has waited for too long comes first.
+Decodes run. Of the waiting prompts, those come first that let most requests be in time. If memory
+is short, the request whose next late token costs least is paused, and its cache goes to the host.
+The rest of a step goes to late requests, and requests that have waited for too long come first.
 docs/goodput.md explains it.
 """
 
@@ -36,20 +36,20 @@ from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import MISSED, RUNNING, WAITING
 
-LOOK = 128  # waiting requests that a plan looks at: so many that are due next, and the oldest
-STEPS = 3.0  # that may pass before a first token: in flight, planned already, and its own
-PACE = 0.1  # weight of the last step among those before
-_FAR = 1e12  # seconds: behind all that are not late
+LOOK = 128  # waiting requests that a plan considers: this many due next, and the oldest
+STEPS = 3.0  # steps before a first token: in flight, planned already, and its own
+PACE = 0.1  # weight of the last step in the moving average
+_FAR = 1e12  # seconds: sorts behind all that are not late
 
 
 class _Pace:
-    """Seconds of a step, as of late."""
+    """Recent seconds of a step."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def note(self, seconds: float) -> None:
-        """Another step."""
+        """Adds a step."""
         self.seconds += PACE * (seconds - self.seconds)
 
 
@@ -60,11 +60,11 @@ class _Pace:
 )
 @dataclass(frozen=True)
 class Goodput(Policy):
-    """ttft, tbt: targets, seconds, of real-time requests that name none. patience: seconds without
-    service after which a request comes first. share: of memory and rows, for requests that have
-    waited that long. hidden_above: share of the pool in use above which new requests get hidden
-    caches, where the engine has them; 1 for never. swaps: whether caches of paused requests go to
-    the host.
+    """ttft, tbt: targets, in seconds, of real-time requests without their own. patience: seconds
+    without service after which a request comes first. share: share of memory and rows for requests
+    that have waited that long. hidden_above: share of the pool in use above which new requests get
+    hidden caches, if the engine has them; 1 for never. swaps: whether caches of paused requests go
+    to the host.
 
     Raises ValueError for a value out of range.
     """
@@ -97,7 +97,7 @@ class Goodput(Policy):
         object.__setattr__(self, "_pace", _Pace())
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """Decodes, prompts that will be in time, and everybody else."""
+        """Decodes, prompts that will be in time, and the others."""
         table, clock, standard = view.table, view.step_end(now), Standard(self.ttft, self.tbt)
         running, waiting = table.in_state(RUNNING), table.in_state(WAITING)
         self._lengths.read(view)
@@ -148,9 +148,9 @@ class Goodput(Policy):
     def _calm(
         self, view: View, rows: np.ndarray, targets: Targets, deadlines: Deadlines, clock: float
     ) -> BatchPlan | None:
-        """The plan where there is nothing to decide: nobody waits, all decode, find blocks, and can
-        attain their targets or keep nobody from it. Most steps are such at light load. None where
-        there is more to it."""
+        """The plan if there is nothing to decide: no request waits, and all decode, find blocks,
+        and either can attain their targets or keep no other request from doing so. Most steps at
+        light load are of this kind. None if there is more to decide."""
         table, pool, count = view.table, view.pool, len(rows)
         known = table.prompt_len[rows] + table.generated[rows]
         ready = (table.computed[rows] + 1 == known) & (table.generated[rows] > 0)
@@ -165,7 +165,7 @@ class Goodput(Policy):
         if missed.any():
             lost = rows[missed]
             if (table.has_targets(lost) & (table.outlook[lost] < MISSED)).any():
-                return None  # who waits for them is to be told
+                return None  # its client has to be told
             due = np.minimum(deadlines.due, jobs_due(view, rows, targets[2], self._pace.seconds))
             slack = (due[~missed] - clock).min(initial=np.inf) / view.device.overrun
             if seconds > min(slack, _headroom(targets[0])):
@@ -175,23 +175,23 @@ class Goodput(Policy):
         return BatchPlan(rows, np.ones(count, np.int64), known, kinds)
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By the first token's deadline; those who wait and are late come behind the others."""
+        """By the first token's deadline; late waiting requests come behind the others."""
         bare = np.isinf(requests.ttft) & np.isinf(requests.tbt) & np.isinf(requests.jct)
         own = np.where(bare & np.equal(requests.tier, Tier.REALTIME), self.ttft, requests.ttft)
         due = requests.arrival + np.minimum(own, requests.jct)
         return np.where(requests.waiting & (due < now), due + _FAR, due)
 
     def makes_room(self, running: Any, request: Any, now: float) -> Any:
-        """Best-effort requests without targets, for all others. Who else does depends on what has
-        come back by when."""
+        """Best-effort requests without targets, for all others. Which others do depends on when
+        paused requests can come back."""
         return running.bare & ~request.bare
 
 
 def _looked_at(
     view: View, waiting: np.ndarray, kept: np.ndarray, clock: float, standard: Standard
 ) -> np.ndarray:
-    """The waiting requests that a plan looks at, in order of arrival: those that come first, the
-    oldest, and those that are due next, the paused by their longest gap."""
+    """The waiting requests that a plan considers, in order of arrival: those that come first, the
+    oldest, and those due next, paused ones by their longest gap."""
     table = view.table
     ttft, _, jct, longest = standard.targets_of(view, waiting)
     due = table.arrival[waiting] + np.minimum(ttft, jct)
@@ -205,13 +205,13 @@ def _looked_at(
 
 
 def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
-    """Those who start get hidden caches, half as large, where the pool is expected to fill and they
-    pay: twice as many share what a step costs whatever is in it, but each is read more slowly.
+    """The kind of new caches: hidden ones, half as large, if the pool is expected to fill and they
+    pay off: twice as many requests share the fixed cost of a step, but each is read more slowly.
 
     Args:
         view: What the policy sees.
-        running: Rows that hold cache; half of what they are expected to write yet counts.
-        above: Share of the pool in use from which on they do.
+        running: Rows that hold a cache; half of their expected further output counts.
+        above: Share of the pool in use above which caches are hidden.
     """
     if view.rho is None or above >= 1:
         return KV
@@ -224,10 +224,10 @@ def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
 
 
 def _headroom(ttft: np.ndarray) -> float:
-    """How long a step may be, in seconds, so that who comes during it can have a first token in
-    time, by the median of these targets; inf without any."""
+    """How long a step may be, in seconds, so that requests that come during it can have a first
+    token in time, by the median of these targets; inf without any."""
     ttft = ttft[ttft < np.inf]
-    half = len(ttft) // 2  # `np.median` takes much longer
+    half = len(ttft) // 2  # `np.median` is much slower
     if not half:
         return float(ttft[0]) / STEPS if len(ttft) else np.inf
     ttft.partition((half - 1, half))

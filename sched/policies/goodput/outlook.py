@@ -1,8 +1,8 @@
-"""What each request can still attain: when its next token is due, and what a late one would cost.
+"""What each request can still attain: when its next token is due, and the cost of a late one.
 
-Of n gaps between tokens, floor((n - 1) / 100) may be late while the 99th percentile is in time. A
-late gap costs the probability that the output gets long enough for the late gaps so far, less the
-probability that it gets long enough for one more.
+Of n gaps between tokens, floor((n - 1) / 100) may be late while the 99th percentile is in time. The
+cost of a late gap is the probability that the output gets long enough for the late gaps so far,
+less the probability that it gets long enough for one more.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from jaxserve.sched.request import LEAST_MAX_TBT, MAX_TBT, Tier
 from jaxserve.sched.state.output_lengths import ENOUGH, Survival
 from jaxserve.sched.state.request_table import RUNNING
 
-GAPS = 100  # of which one may be late
-PAUSE = 2.0  # seconds: a job that may wait for longer loses nothing if it is paused
-EVERY = 64  # plans from one look at them to the next
+GAPS = 100  # gaps of which one may be late
+PAUSE = 2.0  # seconds: a job that may wait longer loses nothing if it is paused
+EVERY = 64  # plans between updates
 
 
 class Lengths:
-    """How long outputs get, looked up every EVERY plans."""
+    """Output lengths, updated every EVERY plans."""
 
     def __init__(self) -> None:
         self._plans = 0
         self._survival: Survival | None = None
 
     def read(self, view: View) -> None:
-        """Called once a plan."""
+        """Updates the lengths; called once per plan."""
         lengths = view.table.output_lengths
         if self._plans % EVERY == 0 and lengths.count >= ENOUGH:
             going = view.table.generated[view.table.in_state(RUNNING)]
@@ -37,12 +37,13 @@ class Lengths:
         self._plans += 1
 
     def reach(self, generated: np.ndarray, tokens: np.ndarray, most: np.ndarray) -> np.ndarray:
-        """Probability that outputs get so long. Before ENOUGH have ended, nobody counts on it.
+        """Probability that outputs get this long; 0 for further tokens before ENOUGH outputs have
+        ended.
 
         Args:
             generated: int64 [n], tokens so far.
-            tokens: int64 [n], the length asked for.
-            most: int64 [n], the most that each may write.
+            tokens: int64 [n], the lengths in question.
+            most: int64 [n], most tokens that each may write.
 
         Returns:
             float64 [n].
@@ -60,7 +61,7 @@ Targets = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Standard:
-    """Targets of real-time requests that name none, in seconds.
+    """Targets of real-time requests without their own, in seconds.
 
     Attributes:
         ttft: To the first token.
@@ -76,7 +77,7 @@ class Standard:
         return max(MAX_TBT * self.tbt, LEAST_MAX_TBT)
 
     def targets_of(self, view: View, rows: np.ndarray) -> Targets:
-        """The requests' TTFT, TBT, JCT and longest gap, or these for those who name none of them,
+        """The requests' TTFT, TBT, JCT and longest gap, or the standard for requests without any,
         float64 [n] each."""
         table = view.table
         ttft, tbt, jct, longest = (
@@ -91,15 +92,15 @@ class Standard:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Until when the next tokens of n requests have to be there; arrays [n].
+    """When the next tokens of n requests have to arrive; arrays [n].
 
     Attributes:
-        due: float64, seconds; inf where that does not matter.
-        gap_due: float64, when it has to be there even if it is late: the longest gap that is
-            allowed; inf before the first token.
+        due: float64, seconds; inf if it does not matter.
+        gap_due: float64, latest arrival even if it is late: the longest allowed gap; inf before the
+        first token.
         first: bool, whether the next token is the first.
-        waits: bool, whether it is a later one, and late already.
-        late: int64, gaps that are late, a token that waits included.
+        waits: bool, whether it is a later one that is late already.
+        late: int64, number of late gaps, including a late token that is still awaited.
         missed: bool, whether its targets cannot be attained, however long its output gets.
     """
 
@@ -119,7 +120,7 @@ class Deadlines:
             rows: int64 [n].
             targets: From `Standard.targets_of`.
             clock: When the planned step begins, seconds. A token of the step in flight counts as
-                there then.
+                received then.
         """
         table = view.table
         generated, arrival = table.generated[rows], table.arrival[rows]
@@ -139,18 +140,18 @@ class Deadlines:
 
 
 def _shortest(late: np.ndarray) -> np.ndarray:
-    """Tokens from which on so many gaps may be late, int64 [n]."""
+    """Least tokens of an output that may have this many late gaps, int64 [n]."""
     return np.where(late, GAPS * late + 2, 1)
 
 
 def jobs_due(view: View, rows: np.ndarray, jct: np.ndarray, pace: float) -> np.ndarray:
-    """When the next tokens of jobs have to be there, so that those after them can follow in time.
+    """When the next tokens of jobs have to arrive, so that the following ones can be in time.
 
     Args:
         view: What the policy sees.
         rows: int64 [n].
-        jct: float64 [n], their targets, seconds; inf without one.
-        pace: Seconds of a step, as of late.
+        jct: float64 [n], their targets, seconds; inf for none.
+        pace: Recent seconds of a step.
 
     Returns:
         float64 [n], seconds; inf without a JCT.
@@ -164,15 +165,15 @@ class Outlook:
     """The outlook of n requests; arrays float64 [n], or bool.
 
     Attributes:
-        due: When the next token has to be there, seconds; inf where that does not matter. For a job
-            (JCT), so that the tokens after it can follow at the pace of late.
+        due: When the next token has to arrive, seconds; inf if it does not matter. For a job (JCT),
+        so that the tokens after it can follow at the recent pace.
         gap_due: See `Deadlines`.
-        longest: The longest gap that is allowed, seconds; inf without one.
+        longest: The longest allowed gap, seconds; inf for none.
         attains: Probability that the request attains its targets if no further token is late, 1
-            without targets, 0 once that is impossible; times its worth.
-        loss: How much of that is lost if its next token is late; 0 if it is late already.
+        without targets, 0 once that is impossible; times its worth.
+        loss: Part of that which is lost if its next token is late; 0 if it is late already.
         missed: See `Deadlines`.
-        bare: Whether it has no targets at all: a best-effort request that loses nothing.
+        bare: Whether it has no targets: a best-effort request that loses nothing.
     """
 
     due: np.ndarray
@@ -201,11 +202,11 @@ class Outlook:
             view: What the policy sees.
             rows: int64 [n].
             targets: From `Standard.targets_of`.
-            deadlines: Of these rows.
-            worth: float64 [n], what it is worth that each attains its targets, more than 0.
+            deadlines: Deadlines of these rows.
+            worth: float64 [n], value of attaining each request's targets, more than 0.
             clock: When the planned step begins, seconds.
-            lengths: What is known of output lengths.
-            pace: Seconds of a step, as of late.
+            lengths: Known output lengths.
+            pace: Recent seconds of a step.
         """
         table, due, missed = view.table, deadlines.due, deadlines.missed
         ttft, tbt, jct, longest = targets
@@ -221,7 +222,7 @@ class Outlook:
             after = lengths.reach(generated, _shortest(late + 1), most)
             attains[timed] = now
             loss[timed] = np.where(deadlines.waits[timed], 0.0, np.maximum(now - after, 0.0))
-        # Where the longest gap is no longer than TBT, no later one may be late.
+        # If the longest gap is at most TBT, no further token may be late.
         strict = going & (longest < np.inf) & (longest <= tbt)
         loss[strict] = attains[strict]
         jobs = np.flatnonzero(jct < np.inf)

@@ -1,4 +1,4 @@
-"""Who is paused where memory is short, and where its cache goes meanwhile."""
+"""Which requests are paused if memory is short, and where their caches go."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ overloads that last, 15 points fewer keep their longest gaps; with 0.02, papers'
 
 
 class Memory(MemoryBudget):
-    """Blocks and rows of a plan. Whose next late token costs least is paused first, of equal ones
-    who has no targets, then who cannot attain its own, then the one with most blocks. Requests are
-    indices of `work`.
+    """Blocks and rows of a plan. The request whose next late token costs least is paused first; of
+    equal ones those without targets, then those that cannot attain theirs, then those with most
+    blocks. Requests are indices of `work`.
 
     Args:
         view: What the policy sees.
-        work: All requests, those that hold cache first.
-        batch: The batch in the making, which those who are paused leave.
-        kept: bool [n], who is not paused.
-        pace: Seconds of a step, as of late.
+        work: All requests, those that hold a cache first.
+        batch: The batch being built, which paused requests leave.
+        kept: bool [n], which requests are not paused.
+        pace: Recent seconds of a step.
         swaps: Whether caches may go to the host.
 
     Attributes:
-        out: bool [n], who is paused by this plan.
+        out: bool [n], which requests are paused by this plan.
     """
 
     def __init__(
@@ -54,28 +54,29 @@ class Memory(MemoryBudget):
         self._left: np.ndarray | None = None
 
     def take(self, some: np.ndarray) -> None:
-        """Takes the blocks and slots for these."""
+        """Takes the blocks and slots for these requests."""
         self.free -= int(self._work.new[some].sum())
         self.slots -= int(np.count_nonzero(self._work.starts[some]))
 
     def pause_one(self) -> bool:
-        """Pauses whoever loses least; returns whether there was somebody."""
+        """Pauses the request with the least loss. Returns whether there was one."""
         some = self._pausable()[:1]
         self._pause(some)
         return bool(len(some))
 
     def make_room(self, some: np.ndarray, most: float) -> int:
-        """Pauses others, until requests find their blocks and slots. It has to be worth it: unless
-        they may lose anything, they can be back before their longest gaps, and their caches take no
-        longer to come back than the requests do. Those without targets make room for those with
-        some, however long they take; for one that was paused itself, nobody else does.
+        """Pauses others until requests find their blocks and slots, if it is worth it: unless any
+        loss is allowed, paused ones must be able to return before their longest gaps, and their
+        caches must not take longer to come back than the requests take. Requests without targets
+        make room for those with targets, however long these take; for a request that was paused
+        itself, only they do.
 
         Args:
             some: The requests, in order.
-            most: The most that all of those who are paused may lose.
+            most: Most total loss of the paused requests.
 
         Returns:
-            How many of the requests, in order, find them now; nobody is paused for the others.
+            How many of the requests, in order, find them now; none is paused for the others.
         """
         work, others = self._work, self._pausable()
         asks = np.zeros(len(work), bool)
@@ -99,8 +100,8 @@ class Memory(MemoryBudget):
         return fit
 
     def _back_in_time(self, some: np.ndarray) -> np.ndarray:
-        """Those of these who are to attain nothing, or who would find memory before their longest
-        gaps if those before them and all who are paused did, too."""
+        """The requests that can attain nothing, or would find memory before their longest gaps if
+        those before them and all paused ones did, too."""
         work, pool = self._work, self.view.pool
         waits = (work.attains > 0) & (work.longest < np.inf)
         held = np.where(waits[some], pool.blocks_held(work.rows[some]), 0)
@@ -108,15 +109,15 @@ class Memory(MemoryBudget):
             return some
         running = work.rows[~work.starts & ~self.out]
         ends = np.maximum(self.view.table.tokens_ahead(running), 1.0) * max(self._pace, 1e-9)
-        freed = float((pool.private(running) / ends).sum())  # blocks a second
+        freed = float((pool.private(running) / ends).sum())  # blocks per second
         owed = int(work.new[work.paused & waits].sum())
         owed += int(pool.blocks_held(work.rows[self.out & waits]).sum())
         longest = np.where(waits[some], work.longest[some], 0.0)
         return some[(held == 0) | (owed + held.cumsum() <= BACK * freed * longest)]
 
     def _return_time(self, some: np.ndarray) -> np.ndarray:
-        """Seconds until the caches of these would be back: copied to the host and from there, where
-        it has room, or else computed again; float64 [n]."""
+        """Seconds until the caches of these would be back: copied to the host and back if it has
+        room, otherwise computed again; float64 [n]."""
         view, rows = self.view, self._work.rows[some]
         tokens, kinds = view.table.computed[rows], view.pool.kind[rows]
         again = view.refill_time(tokens)
@@ -126,8 +127,8 @@ class Memory(MemoryBudget):
         return np.where(room, np.minimum(again, view.swap_time(tokens, kinds)), again)
 
     def operations(self) -> tuple[Operation, ...]:
-        """Checkpoints of caches that are sooner copied to the host and back than computed again,
-        as far as there is room, and the preemptions."""
+        """Checkpoints of caches that are copied to the host and back faster than computed again, as
+        far as there is room, and the preemptions."""
         if not self.preempted:
             return ()
         view, rows = self.view, np.array(self.preempted, np.int64)
@@ -143,7 +144,8 @@ class Memory(MemoryBudget):
         return (*found, Preempt.whole(rows))
 
     def _pausable(self) -> np.ndarray:
-        """Those who hold cache and are not paused yet, whose next late token costs least first."""
+        """Requests that hold a cache and are not paused yet, those whose next late token costs
+        least first."""
         if self._left is None:
             some = np.flatnonzero(~self._work.starts & ~self._kept)
             held = self.view.pool.private(self._work.rows[some])

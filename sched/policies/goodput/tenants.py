@@ -1,4 +1,4 @@
-"""The rule that lets no tenant crowd others out with requests that are cheap, or in no hurry."""
+"""The rule that keeps tenants from crowding out others with cheap or patient requests."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 
 class Tenants:
-    """What requests are worth by whose they are: the more of a tenant's have been in time of late,
-    the less the next one is. The sum of all tenants' logarithms, each times its weight, grows most
-    that way (proportional fairness: Kelly, "Charging and rate control for elastic traffic", 1997).
+    """The worth of requests by tenant: the more of a tenant's requests have been in time recently,
+    the less the next one is worth. This maximises the weighted sum of the logarithms over tenants
+    (proportional fairness: Kelly, "Charging and rate control for elastic traffic", 1997).
 
     Args:
-        seconds: After which what was served counts for 1/e.
+        seconds: Seconds after which past service counts for 1/e.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -21,8 +21,8 @@ class Tenants:
         self._served = np.zeros(1)  # requests in time, by tenant
 
     def worth(self, tenants: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Of requests of these tenants, int64 [n], with these weights, float64 [n]: float64 [n] up
-        to 1, which those of the tenant who was served least for its weight are worth."""
+        """The worth, float64 [n], of requests of these tenants, int64 [n], with these weights,
+        float64 [n]: at most 1, which is the worth for the tenant served least for its weight."""
         if not len(tenants) or (tenants == tenants[0]).all():
             return np.ones(len(tenants))
         self._grow(tenants)
@@ -30,8 +30,8 @@ class Tenants:
         return np.asarray(worth / worth.max())
 
     def note(self, tenants: np.ndarray, clock: float) -> None:
-        """Requests of these tenants, int64 [n], have a first token in time, in the step that begins
-        at `clock`."""
+        """Notes that requests of these tenants, int64 [n], have a first token in time in the step
+        that begins at `clock`."""
         if not len(tenants):
             return
         self._grow(tenants)

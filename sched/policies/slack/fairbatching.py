@@ -1,8 +1,8 @@
-"""FairBatching: a batch has as much time as its tokens' deadlines leave, and decodes that are ahead
+"""FairBatching: a batch may take as long as its tokens' deadlines allow, and decodes that are ahead
 of theirs give way to prompts.
 
 Three groups, each by slack: decodes that must run now, prompts, and the other decodes.
-docs/slack-policies.md says what of this is guessed.
+docs/slack-policies.md says which parts are guesses.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxserve.sched.unified.batch_builder import PlannedWork
 )
 @dataclass(frozen=True)
 class FairBatching(SlackPolicy):
-    """late_last: whether prompts that cannot be in time come behind the others. The rest:
+    """late_last: whether prompts that cannot be in time come behind the others. For the rest, see
     `SlackPolicy`.
 
     Raises ValueError for a value out of range."""
@@ -34,7 +34,7 @@ class FairBatching(SlackPolicy):
     late_last: bool = True
 
     def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
-        """The three groups, as far as the time of the batch goes."""
+        """Adds the three groups, as far as the time of the batch allows."""
         work, rows = outlook.work, outlook.rows
         going = outlook.decodes
         going = going[np.argsort(outlook.slack[going], kind="stable")]
@@ -63,7 +63,7 @@ class FairBatching(SlackPolicy):
         return which[np.lexsort((due, late & self.late_last))]
 
     def _rest(self, batch: SlackBatch, work: PlannedWork, limit: float) -> None:
-        """Adds decodes that could wait, by slack, as far as time and memory go."""
+        """Adds decodes that could wait, by slack, as far as time and memory allow."""
         work = work[~batch.room.is_out(work.rows)]
         fits = (batch.times(work) <= limit) & (np.cumsum(work.new) <= batch.room.free)
         batch.decode(work[: prefix(fits)], work.rows[:0])
@@ -73,11 +73,11 @@ def capacity(slack: np.ndarray, tbt: np.ndarray, *, strict: bool) -> tuple[float
     """How long a batch may take, seconds, and the least target between tokens, 0 without any.
 
     Args:
-        slack: float64 [n], of all decodes.
+        slack: float64 [n], slack of all decodes.
         tbt: float64 [n], their targets; inf for none.
-        strict: Whether that is the least slack, but for those who are late, who ask for no more
-            than their TBT; else it is no less than the least target, if there is one (FairBatching
-            section 3).
+        strict: Whether the capacity is the least slack, except that late requests ask for no more
+        than their TBT; otherwise it is at least the lowest target, if there is one (FairBatching
+        section 3).
     """
     least = float(tbt.min(initial=np.inf))
     tpot = least if least < np.inf else 0.0

@@ -1,20 +1,20 @@
-"""The best set of requests for what a batch has left: the 0/1 knapsack, solved exactly."""
+"""The best set of requests for the rest of a batch: the 0/1 knapsack, solved exactly."""
 
 from __future__ import annotations
 
 import numpy as np
 
-UNITS = 256  # into which a capacity is divided, if it is larger
+UNITS = 256  # into which larger capacities are divided
 
 
 def most_valuable(weights: np.ndarray, values: np.ndarray, capacity: int) -> np.ndarray:
-    """Which items to take. Dynamic programming over the items and the capacity; weights are rounded
-    up to a UNITS-th of it, so that what is taken always fits.
+    """Which items to take, by dynamic programming over items and capacity. Weights are rounded up
+    to a UNITS-th of the capacity, so that the result always fits.
 
     Args:
         weights: int64 [n], 1 or more.
         values: float64 [n], more than 0.
-        capacity: What all of them may weigh.
+        capacity: Most total weight.
 
     Returns:
         bool [n].

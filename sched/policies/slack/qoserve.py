@@ -1,8 +1,8 @@
 """QoServe (first called Niyama): chunks as large as the decodes' slack allows, an order between
-earliest deadline and shortest remaining prompt, and requests that cannot be saved put aside.
+earliest deadline and shortest remaining prompt, and requests that cannot be saved are set aside.
 
 Three queues: all decodes are in every batch, prompts share the time that they leave, and relegated
-prompts get what the others leave. docs/slack-policies.md says what of this is guessed.
+prompts get what the others leave. docs/slack-policies.md says which parts are guesses.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jaxserve.sched.request import Tier
 )
 @dataclass(frozen=True)
 class QoServe(SlackPolicy):
-    """alpha: seconds by which each pending token puts a request back in the order, in an overload;
+    """alpha: seconds by which each pending token moves a request back in the order, in an overload;
     it grows to this with the share that would be late by earliest deadline. relegates: whether
-    prompts that cannot be in time come last, and best-effort ones where they would make others
-    late. The rest: `SlackPolicy`.
+    prompts that cannot be in time come last, and best-effort ones if they would make others late.
+    For the rest, see `SlackPolicy`.
 
     Raises ValueError for a value out of range."""
 
@@ -45,7 +45,7 @@ class QoServe(SlackPolicy):
         object.__setattr__(self, "_price", [0.0])
 
     def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
-        """All decodes, and the largest chunk that fits beside them into the least slack."""
+        """Adds all decodes, and the largest chunk that fits beside them into the least slack."""
         work, going = outlook.work, outlook.decodes
         going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
         tbt = gap_targets(batch.view, outlook.rows[going])
@@ -56,8 +56,8 @@ class QoServe(SlackPolicy):
             batch.compute(prompts, batch.chunk(prompts, limit, self.least))
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By deadline and pending tokens, as the last plan priced them; those who can no longer be
-        in time last."""
+        """By deadline and pending tokens, as priced by the last plan; requests that can no longer
+        be in time come last."""
         return self._deadlines.waiting_order(requests, now, self._price[0])
 
     def _sorted(self, batch: SlackBatch, outlook: Outlook) -> np.ndarray:
@@ -84,7 +84,7 @@ def _overdue(
     clock: float, due: np.ndarray, seconds: np.ndarray, key: np.ndarray, counts: np.ndarray
 ) -> np.ndarray:
     """Which prompts would be late if they were computed one after the other by their keys; only
-    those that count are computed."""
+    those in `counts` are computed."""
     found = np.zeros(len(due), bool)
     order = np.flatnonzero(counts)
     order = order[np.argsort(key[order], kind="stable")]

@@ -1,7 +1,7 @@
 """A batch of decodes and as many prompt tokens as there is time for.
 
-Memory is as Sarathi's: a prompt gets blocks for all of it when it starts, others who cannot start
-wait behind it, and decodes that lack a block preempt running requests.
+Memory is handled like Sarathi's: a prompt gets blocks for all of it when it starts, other starts
+wait behind one that finds none, and decodes that lack a block preempt running requests.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxserve.sched.unified.making_room import givers
 
 
 class Prompts:
-    """Prompts that find memory, in order, of which a batch computes the first so many tokens: whole
-    ones and a part of one.
+    """Prompts that find memory, in order, of which a batch computes a number of leading tokens:
+    whole prompts and part of one.
 
     Attributes:
-        work: All that each has pending.
-        tokens: Of all of them.
+        work: All pending tokens of each prompt.
+        tokens: Tokens of all of them.
     """
 
     def __init__(self, work: PlannedWork) -> None:
@@ -38,18 +38,19 @@ class Prompts:
         self._start = np.append(work.start, 0)
 
     def columns(self, tokens: np.ndarray) -> np.ndarray:
-        """What the first so many tokens add to a batch, int64 [columns, m]. tokens: int64 [m]."""
+        """What these numbers of leading tokens add to a batch, int64 [columns, m]. tokens: int64
+        [m]."""
         whole = self.whole(tokens)
         part = tokens - self.ends[whole]
         sums = self._sums[:, whole]
         return sums + (part > 0) * columns(part, self._start[whole], np.zeros(len(part), bool))
 
     def whole(self, tokens: np.ndarray) -> np.ndarray:
-        """How many of the prompts the first so many tokens complete, int64 [m]."""
+        """How many prompts these numbers of leading tokens complete, int64 [m]."""
         return np.searchsorted(self.ends, tokens, side="right") - 1
 
     def first(self, tokens: int) -> PlannedWork:
-        """The work of the first so many tokens."""
+        """The work of this many leading tokens."""
         count = int(np.searchsorted(self.ends, tokens))
         work, left = self.work[:count], tokens - self.ends[:count]
         return replace(work, tokens=np.minimum(work.tokens, left))
@@ -82,11 +83,11 @@ class SlackBatch(BatchBuilder[PlannedWork]):
 
     @property
     def rows_left(self) -> int:
-        """Requests that may yet join."""
+        """Requests that may still join."""
         return self.view.limits.max_rows - self._rows
 
     def make_way(self, giving: np.ndarray, asking: PlannedWork, growth: int) -> np.ndarray:
-        """Preempts rows for as many of those who ask as that makes room for.
+        """Preempts rows for as many asking prompts as that makes room for.
 
         Args:
             giving: Rows that may lose their caches, in order.
@@ -94,7 +95,7 @@ class SlackBatch(BatchBuilder[PlannedWork]):
             growth: Blocks that decodes take before them.
 
         Returns:
-            The rows that are preempted.
+            The preempted rows.
         """
         held = self.view.pool.private(giving)
         free = self.room.free - self._watermark - growth
@@ -106,15 +107,15 @@ class SlackBatch(BatchBuilder[PlannedWork]):
         return gone
 
     def decode(self, work: PlannedWork, keepers: np.ndarray) -> np.ndarray:
-        """Adds decodes in order, as far as C and the rows go, and preempts for their blocks.
+        """Adds decodes in order, as far as C and the rows allow, and preempts for their blocks.
 
         Args:
             work: The decodes.
-            keepers: Rows that hold cache, none of which is in the batch yet; the last is preempted
-                first.
+            keepers: Rows that hold a cache, none of which is in the batch yet; the last is
+                preempted first.
 
         Returns:
-            bool [n], which of them are in the batch.
+            bool [n], which decodes are in the batch.
         """
         every, work = work, work[: min(self.tokens_left, self.rows_left)]
         lacking = int(work.new.sum()) - self.room.free
@@ -132,8 +133,8 @@ class SlackBatch(BatchBuilder[PlannedWork]):
         return np.isin(every.rows, work.rows)
 
     def admissible(self, work: PlannedWork) -> Prompts:
-        """The prompts that find blocks, a place and a row, in order. Behind the first that waits
-        and finds none, only those that run may go on."""
+        """The prompts that find blocks, a place and a row, in order. After the first waiting one
+        that finds none, only running ones may continue."""
         work = work[~self.room.is_out(work.rows)]
         new, starts = np.cumsum(work.new), np.cumsum(work.starts)
         alone = self._holders == 0
@@ -148,23 +149,23 @@ class SlackBatch(BatchBuilder[PlannedWork]):
         return Prompts(work[: self.rows_left])
 
     def seconds_with(self, prompts: Prompts, tokens: np.ndarray) -> np.ndarray:
-        """How long it takes with the prompts' first so many tokens, float64 [m]. tokens: int64
-        [m]."""
+        """Seconds of the batch with these numbers of leading prompt tokens, float64 [m]. tokens:
+        int64 [m]."""
         return seconds_of(self.view, self._sums + prompts.columns(tokens))
 
     def longest(self, prompts: Prompts, limit: float) -> int:
-        """The most tokens of the prompts, within C, with which it takes no longer than `limit`
+        """Most tokens of the prompts, within C, with which it takes no longer than `limit`
         seconds."""
         most = min(prompts.tokens, self.tokens_left)
         return longest(lambda tokens: self.seconds_with(prompts, tokens), limit, most)
 
     def chunk(self, prompts: Prompts, limit: float, least: int) -> int:
-        """Tokens of the prompts to compute: as many as there is time for, and at least one where
-        the batch would have none.
+        """Tokens of the prompts to compute: as many as there is time for, and at least one if the
+        batch would otherwise be empty.
 
         Args:
             prompts: At least one.
-            limit: How long the batch may take, seconds.
+            limit: Longest time of the batch, seconds.
             least: Tokens of the batch for which there is always time.
         """
         found = self.longest(prompts, limit)
@@ -172,12 +173,12 @@ class SlackBatch(BatchBuilder[PlannedWork]):
         return max(found, floor, 0 if self.tokens else 1)
 
     def compute(self, prompts: Prompts, tokens: int) -> None:
-        """Adds the prompts' first so many tokens."""
+        """Adds this many leading tokens of the prompts."""
         self._take(prompts.first(tokens))
 
     def plan(self) -> BatchPlan:
-        """The plan; every request keeps room for all of its known tokens. Of those that cannot be
-        in time whoever gets nothing is relegated, if it has targets and no token yet."""
+        """The plan; every request keeps room for all of its known tokens. Requests that cannot be
+        in time and get no tokens are relegated, if they have targets and no token yet."""
         work, table = self.work(), self.view.table
         reserve = table.prompt_len[work.rows] + table.generated[work.rows]
         kinds = np.zeros(len(work), np.int64)
@@ -194,17 +195,17 @@ class SlackBatch(BatchBuilder[PlannedWork]):
 
 
 def pending(view: View, rows: np.ndarray) -> PlannedWork:
-    """All that these rows have pending."""
+    """All pending tokens of these rows."""
     return PlannedWork.pending(view, rows, view.table.computed[rows])
 
 
 def least_slack(batch: SlackBatch, slack: np.ndarray, tbt: np.ndarray) -> float:
-    """How long a batch may take whose decodes have so much slack, seconds. Who would be late even
-    without prompts asks for no more than its TBT.
+    """How long a batch with decodes of this slack may take, seconds. A request that would be late
+    even without prompts asks for no more than its TBT.
 
     Args:
-        batch: With the decodes, and no prompts yet.
-        slack: float64 [n], of all decodes.
+        batch: Has the decodes, and no prompts yet.
+        slack: float64 [n], slack of all decodes.
         tbt: float64 [n], their targets.
     """
     met = slack >= batch.seconds

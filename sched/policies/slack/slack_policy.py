@@ -1,4 +1,4 @@
-"""What the policies that spend slack have in common: deadlines, what they remember, and a batch."""
+"""Common parts of the policies that spend slack: deadlines, memory of past steps, and a batch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Outlook:
 
     Attributes:
         clock: When the step begins, seconds.
-        rows: Of the table.
-        work: All that each has pending.
-        due: When the next token of each is due, on the same clock.
-        slack: Seconds that the step may take for each that decodes, by `Deadlines.slack`; inf for
-            prompts.
-        keepers: Indices of those that hold cache; the last are the first to lose it.
-        most: Seconds that the step may take for the sake of requests that are yet to come.
+        rows: Table rows.
+        work: All pending tokens of each.
+        due: When each request's next token is due, on the same clock.
+        slack: Seconds that the step may take for each decode, by `Deadlines.slack`; inf for
+        prompts.
+        keepers: Indices of the requests that hold a cache; the last lose it first.
+        most: Seconds that the step may take for the sake of future requests.
     """
 
     clock: float
@@ -44,11 +44,11 @@ class Outlook:
 
     def prompt_limit(self, batch: SlackBatch, limit: float) -> float:
         """How long the batch may take with prompts, seconds: `limit`, and no longer than `most`
-        where its decodes alone do not. batch: with the decodes."""
+        unless its decodes alone do. batch: has the decodes."""
         return min(limit, self.most) if batch.seconds < self.most else limit
 
     def without(self, rows: np.ndarray) -> Outlook:
-        """The same without these rows."""
+        """The outlook without these rows."""
         if not len(rows):
             return self
         left = ~np.isin(self.rows, rows)
@@ -77,14 +77,13 @@ class Outlook:
 class SlackPolicy(Policy):
     """Plans decodes and prompts by the slack of token deadlines.
 
-    margin: by how much the predicted time of a step is raised before it is compared with slack.
-    share: of the median TTFT, that a step with prompts may take, as whoever comes next
-    waits for up to two steps before its own; 0 for no such limit. least: tokens of a batch with
-    prompts for which there is always time, by FairBatching within its capacity. pacing: what
-    token deadlines count from. ttlt: seconds to the last token of requests that name neither a
-    TTFT nor a JCT. watermark: share of the pool that starts leave free while others run.
-    makes_way: whether best-effort requests without targets, until they are due, lose their caches
-    to prompts that can be in time.
+    margin: factor of the predicted time of a step before it is compared with slack. share: of the
+    median TTFT, that a step with prompts may take, since the next arrival waits for up to two steps
+    before its own; 0 for no limit. least: tokens of a batch with prompts for which there is always
+    time, by FairBatching within its capacity. pacing: what token deadlines count from. ttlt:
+    seconds to the last token of requests with neither a TTFT nor a JCT. watermark: share of the
+    pool that starts leave free while others run. makes_way: whether best-effort requests without
+    targets, until they are due, lose their caches to prompts that can be in time.
 
     Raises ValueError for a value out of range.
     """
@@ -114,7 +113,7 @@ class SlackPolicy(Policy):
         object.__setattr__(self, "_times", StepTimes())
 
     def plan(self, view: View, now: float) -> BatchPlan:
-        """One batch, as `fill` has it."""
+        """One batch, filled by `fill`."""
         batch = SlackBatch(view, self.watermark)
         outlook = self._outlook(view, view.step_end(now))
         if self.makes_way:
@@ -125,10 +124,10 @@ class SlackPolicy(Policy):
 
     @abc.abstractmethod
     def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
-        """Puts into the batch, empty at first, what the next step does: at least one token."""
+        """Fills the batch, empty at first, with the next step's work: at least one token."""
 
     def queue_priority(self, requests: Any, now: float) -> Any:
-        """By the first token's deadline; those who can no longer have it then come last."""
+        """By the first token's deadline; requests that can no longer meet it come last."""
         return self._deadlines.waiting_order(requests, now)
 
     def makes_room(self, running: Any, request: Any, now: float) -> Any:
@@ -138,8 +137,9 @@ class SlackPolicy(Policy):
 
     def _way_for_prompts(self, batch: SlackBatch, outlook: Outlook) -> np.ndarray:
         """Preempts best-effort requests without targets for waiting requests that can be in time,
-        as many as the batch has tokens for. Returns the rows that the step goes on without: those,
-        and waiting ones of their kind, which would take the room and lose it in the next step."""
+        as many as the batch has tokens for. Returns the rows that the step leaves out: the
+        preempted ones, and waiting ones of their kind, which would take the room and lose it in the
+        next step."""
         view, rows, work = batch.view, outlook.rows, outlook.work
         table = view.table
         gives = table.bare(rows) & (table.arrival[rows] + self.ttlt > outlook.clock)

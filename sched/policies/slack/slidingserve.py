@@ -1,8 +1,8 @@
-"""SlidingServe: the chunk of a step is chosen together with that of the next one, and where prompts
-would miss their targets, a knapsack says which of them are saved.
+"""SlidingServe: the chunk of a step is chosen together with that of the next one, and if prompts
+would miss their targets, a knapsack chooses which of them are saved.
 
-docs/slack-policies.md says what of this is guessed: the paper was known only by its abstract and a
-review.
+docs/slack-policies.md says which parts are guesses: only the paper's abstract and a review were
+known.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jaxserve.sched.policies.slack.window import Window
 from jaxserve.sched.registry import register
 from jaxserve.sched.request import Tier
 
-_ITEMS = 64  # of a knapsack, at most: those with the fewest tokens
-_WORTH = 2.0  # of a real-time request; a best-effort one is worth 1
+_ITEMS = 64  # most items of a knapsack: those with the fewest tokens
+_WORTH = 2.0  # worth of a real-time request; a best-effort one has 1
 
 
 @register(
@@ -30,9 +30,9 @@ _WORTH = 2.0  # of a real-time request; a best-effort one is worth 1
 )
 @dataclass(frozen=True)
 class SlidingServe(SlackPolicy):
-    """window: whether the next step's chunk counts; without, each chunk is as large as
-    the least slack allows. saves: whether a knapsack chooses among the prompts that would be late
-    if they waited; without, they come in order. The rest: `SlackPolicy`.
+    """window: whether the next step's chunk counts; otherwise, each chunk is as large as the least
+    slack allows. saves: whether a knapsack chooses among the prompts that would be late if they
+    waited; otherwise, they come in order. For the rest, see `SlackPolicy`.
 
     Raises ValueError for a value out of range."""
 
@@ -40,7 +40,7 @@ class SlidingServe(SlackPolicy):
     saves: bool = True
 
     def fill(self, batch: SlackBatch, outlook: Outlook) -> None:
-        """All decodes, and the first of two chunks that are the best together."""
+        """Adds all decodes, and the first of the two chunks that are best together."""
         work, going = outlook.work, outlook.decodes
         going = going[batch.decode(work[going], outlook.rows[outlook.keepers])]
         slack, tbt = outlook.slack[going], gap_targets(batch.view, outlook.rows[going])
@@ -57,9 +57,9 @@ class SlidingServe(SlackPolicy):
     def _sorted(self, batch: SlackBatch, outlook: Outlook, limit: float) -> tuple[np.ndarray, int]:
         """Indices of the prompts, most urgent first, and how many of their tokens cannot wait.
 
-        First those who would be late if they waited for another step and are chosen; then by levels
-        of how many steps they could wait, each twice as wide as the one before, and in a level
-        those with the fewest tokens first; last those who are late already, or not chosen.
+        First the chosen ones among those that would be late if they waited for another step; then
+        by the number of steps they could wait, in levels of doubling width, and in a level those
+        with the fewest tokens first; last those that are late already, or not chosen.
         """
         which, view = outlook.prompts, batch.view
         tokens, rate = outlook.work.tokens[which], self._times.rate(view)
@@ -84,8 +84,8 @@ class SlidingServe(SlackPolicy):
     def _two(
         self, batch: SlackBatch, prompts: Prompts, slack: np.ndarray, tbt: np.ndarray
     ) -> Window:
-        """Plans for both steps. A decode's next token but one is due one TBT after the next
-        is, or after it came."""
+        """Plans for both steps. A decode's token after next is due one TBT after the next one is
+        due, or after it came."""
         after = np.where(np.isinf(tbt), slack, tbt)
         ahead = np.full(len(slack), -np.inf)
         if self.pacing is Pacing.ENVELOPE:

@@ -1,5 +1,5 @@
-"""What a policy remembers of its own batches. It is not told how long they took, so times are
-predicted."""
+"""A policy's record of its own batches. Their times are predictions, since policies do not learn
+how long steps took."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jaxserve.sched.cost.batch_feature_sums import columns
 from jaxserve.sched.policy import View
 from jaxserve.sched.unified.batch_builder import PlannedWork, seconds_of
 
-KEEP = 0.95  # of a moving mean, at each step
+KEEP = 0.95  # factor of a moving mean at each step
 
 
 class StepTimes:
-    """Of the steps so far.
+    """Times of the steps so far.
 
     Attributes:
         step: Seconds of a typical step with decodes, a moving mean; 0 before the first.
@@ -21,10 +21,10 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.step = 0.0
-        self._tokens = self._seconds = 0.0  # of prompts, and of the steps with them, lately
+        self._tokens = self._seconds = 0.0  # recent sums of prompts, and of steps with them
 
     def rate(self, view: View) -> float:
-        """Prompt tokens a second, as of late; before the first, those of a whole batch of them."""
+        """Recent prompt tokens per second; before the first, those of a whole batch of them."""
         if not self._tokens:
             size = np.array([view.limits.max_batch_tokens])
             alone = columns(size, np.zeros(1, np.int64), np.zeros(1, bool))
@@ -32,7 +32,7 @@ class StepTimes:
         return self._tokens / max(self._seconds, 1e-9)
 
     def note(self, work: PlannedWork, seconds: float) -> None:
-        """Notes a batch that takes so many seconds."""
+        """Notes a batch that takes this long."""
         decodes = int(np.count_nonzero(work.decodes))
         prompts = int(work.tokens.sum()) - decodes
         if decodes:

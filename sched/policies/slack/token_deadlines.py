@@ -1,15 +1,15 @@
-"""When each request's next token is due: what slack is counted from.
+"""When each request's next token is due: the basis of slack.
 
-The first token is due TTFT after the arrival. Later ones are due on the envelope arrival + TTFT +
-j TBT (QoServe section 3, FairBatching section 3), so that tokens that came early leave time to
-others, or one TBT after the token before (`Pacing`); never more than the longest gap that a request
-asks for after that one, which is its TBT where it has no other (`gap_targets`). Who has fallen
-behind the envelope is due one TBT after its last token: it cannot catch up faster than that.
+The first token is due TTFT after the arrival. Later ones are due on the envelope arrival + TTFT + j
+TBT (QoServe section 3, FairBatching section 3), so that early tokens leave time to others, or one
+TBT after the token before (`Pacing`); but never later after it than the requested longest gap, or
+the TBT without one (`gap_targets`). A request that has fallen behind the envelope is due one TBT
+after its last token: it cannot catch up faster than that.
 
-A request with a JCT target only, or with none, is "non-interactive": its last token is due, at its
+A request with only a JCT target, or with none, is "non-interactive": its last token is due at its
 JCT or a default, and each token before that one typical step earlier than the next (the authors of
-QoServe subtract a constant for each token of a guessed output; here its length is what ended
-requests have taught).
+QoServe subtract a constant for each token of a guessed output; here its length is learned from
+ended requests).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 from jaxserve.sched.policy import View
 from jaxserve.sched.request import Tier
 
-FAR = 1e12  # seconds: behind all that can be in time
+FAR = 1e12  # seconds: sorts behind all that can be in time
 
 
 class Pacing(enum.Enum):
-    """From what a later token's deadline is counted."""
+    """What a later token's deadline counts from."""
 
     ENVELOPE = "from the arrival: a request that is ahead may pause"
     GAP = "from the token before: no pause is longer than the TBT"
@@ -39,7 +39,7 @@ class Deadlines:
     """Deadlines of tokens, on the clock of `RequestTable.arrival`.
 
     Attributes:
-        pacing: What later tokens are counted from.
+        pacing: What later tokens count from.
         ttlt: Seconds to the last token of requests without a TTFT and a JCT.
 
     Raises:
@@ -54,12 +54,12 @@ class Deadlines:
             raise ValueError(f"ttlt must be more than 0, got {self.ttlt}")
 
     def due(self, view: View, rows: np.ndarray, clock: float, step: float) -> np.ndarray:
-        """When each one's next token is due.
+        """When each request's next token is due.
 
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            clock: When the step that is planned begins; a token on its way counts as there then.
+            clock: When the planned step begins; a token in flight counts as received then.
             step: Seconds of a typical step.
 
         Returns:
@@ -86,23 +86,23 @@ class Deadlines:
         return due
 
     def of_job(self, ttft: Any, jct: Any) -> Any:
-        """Seconds from the arrival to the last token; inf where that has no deadline. Numbers, or
-        arrays: targets, inf for none."""
+        """Seconds from the arrival to the last token; inf without a deadline. Targets are numbers,
+        or arrays; inf for none."""
         return np.where(np.isinf(ttft) & np.isinf(jct), self.ttlt, jct)
 
     def slack(
         self, view: View, rows: np.ndarray, due: np.ndarray, clock: float, step: float
     ) -> np.ndarray:
-        """How long a step with these decodes may take, by each one's next token, float64 [n];
-        negative for those who are late. A job without a TBT asks for no less than a typical step,
-        and one that is over for nothing.
+        """How long a step with these decodes may take, by each request's next token, float64 [n];
+        negative for late ones. A job without a TBT asks for no less than a typical step, and an
+        overdue one for nothing.
 
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            due: float64 [n], of `due`.
-            clock: As there.
-            step: As there.
+            due: float64 [n], from `due`.
+            clock: See `due`.
+            step: See `due`.
         """
         table, slack, untimed = view.table, due - clock, np.isinf(gap_targets(view, rows))
         free = untimed & (slack >= 0)
@@ -112,11 +112,11 @@ class Deadlines:
         return np.where(over, np.inf, np.where(free, np.maximum(slack, step), slack))
 
     def waiting_order(self, requests: Any, now: float, price: float = 0.0) -> Any:
-        """Numbers for `Policy.queue_priority`, the smallest first: when the first token is due. Who
-        cannot have it then even on an idle engine comes behind all others.
+        """Numbers for `Policy.queue_priority`, the smallest first: when the first token is due. A
+        request that cannot meet this even on an idle engine comes behind all others.
 
         Args:
-            requests: As there.
+            requests: See `Policy.queue_priority`.
             now: Seconds.
             price: Seconds that each pending token adds.
         """
@@ -128,15 +128,15 @@ class Deadlines:
 
 
 def gap_targets(view: View, rows: np.ndarray) -> np.ndarray:
-    """How long each may wait between two tokens, seconds, float64 [n]: its TBT, or its longest gap
-    where that is less or all that it asks for; inf for neither."""
+    """How long each request may wait between two tokens, seconds, float64 [n]: its TBT, or its
+    longest gap if that is less or its only target; inf for neither."""
     return np.minimum(view.table.tbt[rows], view.table.max_tbt[rows])
 
 
 def standing(view: View, rows: np.ndarray, clock: float) -> np.ndarray:
     """The order in which running requests keep their caches, indices [n]: by the envelope arrival +
-    TTFT + j TBT, so that the cache goes first of whoever has the most slack on it; best-effort
-    requests after the others, and those who are behind it after all. clock: seconds."""
+    TTFT + j TBT, so that the request with most slack on it loses its cache first; best-effort
+    requests come after the others, and requests behind the envelope last. clock: seconds."""
     table = view.table
     ttft, jct = table.ttft[rows], table.jct[rows]
     tbt = gap_targets(view, rows)

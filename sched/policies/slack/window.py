@@ -1,8 +1,8 @@
 """The chunks of this step and the next, chosen together (SlidingServe's SlidingChunker).
 
 The largest chunk that this step has time for need not be the first of the two that compute most
-together: on padded batches it may end in the middle of a bucket, and whoever's prompt it completes
-wants a token from the next step, which may leave that one little time.
+together: on padded batches it may end in the middle of a bucket, and a prompt that it completes
+needs a token from the next step, which may leave that one little time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from jaxserve.sched.policies.slack.slack_batch import Prompts, SlackBatch
 from jaxserve.sched.unified.batch_builder import seconds_of
 
-LOOK = 12  # sizes of the first chunk that are looked at, and as many prompts that it may complete
-ALIKE = 9  # decimals of seconds
+LOOK = 12  # sizes of the first chunk that are tried, and prompts that it may complete
+ALIKE = 9  # decimals of seconds that are compared
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Window:
     Attributes:
         batch: The first step, with its decodes and no prompts yet.
         prompts: What both may compute.
-        later: float64 [n], how long both together may take, by each decode.
+        later: float64 [n], how long both steps together may take, by each decode.
         tbt: float64 [n], how long the second may take in any case, by each decode.
         joining: float64 [prompts], the same by each prompt that the first step completes.
     """
@@ -37,13 +37,12 @@ class Window:
     joining: np.ndarray
 
     def first(self, least: int, most: int) -> int:
-        """The chunk of the first step with which both compute the most tokens, those of prompts
-        that have been completed included; of equal ones that which takes least time, then the
-        larger one.
+        """The chunk of the first step with which both compute the most tokens, including those of
+        completed prompts; of equal ones the fastest, then the larger one.
 
         Args:
-            least: The fewest tokens that it may have.
-            most: The most that the first step's limit leaves.
+            least: Fewest tokens that it may have.
+            most: Most tokens that the first step's limit allows.
         """
         if least >= most:
             return most
@@ -55,7 +54,7 @@ class Window:
         return int(ones[np.lexsort((ones, -time, total))[-1]])
 
     def _sizes(self, least: int, most: int) -> np.ndarray:
-        """Evenly spread ones, full buckets, and up to or just short of a prompt's end."""
+        """Evenly spread sizes, full buckets, and sizes at or just before a prompt's end."""
         padding, decodes = self.batch.view.padding, self.batch.tokens
         full = np.array(padding.tokens if padding is not None else [], np.int64) - decodes
         ends = self.prompts.ends[1 : LOOK + 1]
@@ -63,7 +62,7 @@ class Window:
         return np.unique(found[(found >= least) & (found <= most)])
 
     def _second(self, ones: np.ndarray, took: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The largest second chunk after each first one, int64 [m], and how long that step takes.
+        """The largest second chunk after each first one, int64 [m], and the time of that step.
         Prompts that the first step completes decode in it."""
         batch, prompts = self.batch, self.prompts
         whole, decodes = prompts.whole(ones), batch.work()
@@ -75,7 +74,7 @@ class Window:
         before[0] += len(decodes) + whole
         before[1] += int((decodes.start + 2).sum()) + known + whole
         before[2] += len(decodes) + whole
-        part = ones - prompts.ends[whole]  # of the prompt that both steps compute
+        part = ones - prompts.ends[whole]  # of the prompt that both steps share
         more = np.zeros_like(before)
         more[4] = part > 0
         more[5] = (part > 0) * (np.append(prompts.work.start, 0)[whole] + part)
