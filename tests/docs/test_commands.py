@@ -26,11 +26,11 @@ from jaxserve.simulator.advise import cli as advise
 from jaxserve.simulator.simulate import flags as simulate_flags
 from jaxserve.simulator.simulate import replay
 from jaxserve.simulator.systems.systems import system
-from jaxserve_lab.experiments.accelgen.page import AccelGen
-from jaxserve_lab.experiments.aptserve.page import AptServe
-from jaxserve_lab.experiments.bros.page import Bros
-from jaxserve_lab.experiments.common.single import read_case
-from jaxserve_lab.experiments.infermax.page import InferMax
+from jaxserve_lab.experiments.accelgen.claims import AccelGen
+from jaxserve_lab.experiments.aptserve.claims import AptServe
+from jaxserve_lab.experiments.bros.claims import Bros
+from jaxserve_lab.experiments.claims.single import read_case
+from jaxserve_lab.experiments.infermax.claims import InferMax
 from tests.engine.simulated.test_engine_agrees import trace
 from tests.simulator.test_replay import recorded
 

@@ -8,24 +8,18 @@ import numpy as np
 import pytest
 
 from jaxserve.simulator.systems.systems import system
-from jaxserve_lab.experiments.aptserve import page as aptserve
-from jaxserve_lab.experiments.aptserve.case import (
-    OnlineCase,
-    OnlineNumbers,
-    place_of,
-    run,
-    workload_of,
-)
-from jaxserve_lab.experiments.aptserve.page import MODELS, SLOS, AptServe, Scale
+from jaxserve_lab.experiments.aptserve import claims as aptserve
+from jaxserve_lab.experiments.aptserve.case import OnlineCase, place_of, run, workload_of
+from jaxserve_lab.experiments.aptserve.claims import MODELS, SLOS, AptServe, Scale
 from jaxserve_lab.experiments.common.runs import Results
 
 
 def test_a_case_is_the_papers_setting() -> None:
-    page = AptServe(Scale(requests=50), Results(run, lambda _: OnlineNumbers), Path())
-    case = page.case("aptserve, absorbed", "30B", "humaneval", 7.0)
-    assert (case.ttft, case.tbt) == SLOS["30B", "humaneval"] == (1.0, 0.5)
+    page = AptServe(Scale(), Results(run, lambda _: dict))
+    (case,) = page.cases("aptserve, absorbed", "30B", "humaneval", 7.0)
+    assert (case.ttft, case.tbt) == SLOS["humaneval"]["30B"] == (1.0, 0.5)
     assert place_of(case) == system(MODELS["30B"], "absorbed")
-    assert (case.policy, case.requests, case.rate) == ("aptserve", 50, 7.0)
+    assert (case.policy, case.requests, case.rate) == ("aptserve", 1000, 7.0)
 
 
 def test_every_system_gets_the_same_requests_at_every_rate() -> None:
@@ -53,12 +47,14 @@ def test_a_hidden_token_can_be_made_cheaper() -> None:
 def test_numbers_of_a_run() -> None:
     case = OnlineCase("vllm", MODELS["13B"], "humaneval", 2, 5.0, 0.5, requests=20, quantiles=True)
     found = run(case)
-    assert found.attainment == found.ttft_attainment == found.tbt_attainment == 1.0
-    assert found.hidden == 0.0 and found.preemptions == 0
-    assert found.ttft_quantiles[0] <= found.ttft_p50 <= found.ttft_p99 <= found.ttft_quantiles[-1]
-    assert 0 < found.tbt_quantiles[0] <= found.tbt_quantiles[-1] < 0.5
+    shares = ("attainment", "ttft_attainment", "tbt_attainment")
+    assert [found[name] for name in shares] == [1.0, 1.0, 1.0]
+    assert found["hidden"] == 0.0 and found["preemptions"] == 0
+    ttft, tbt = found["ttft_quantiles"], found["tbt_quantiles"]
+    assert ttft[0] <= found["ttft_p50"] <= found["ttft_p99"] <= ttft[-1]
+    assert 0 < tbt[0] <= tbt[-1] < 0.5
     late = run(OnlineCase("vllm", MODELS["13B"], "humaneval", 2, 1e-6, 0.5, requests=20))
-    assert (late.attainment, late.ttft_attainment, late.tbt_attainment) == (0.0, 0.0, 1.0)
+    assert [late[name] for name in shares] == [0.0, 0.0, 1.0]
 
 
 def test_plan_times_are_kept(tmp_path: Path) -> None:

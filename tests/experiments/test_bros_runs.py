@@ -16,16 +16,11 @@ from jaxserve.simulator.settings import EngineOptions, TrafficOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from jaxserve_lab.experiments.bros import case as mixed
-from jaxserve_lab.experiments.bros.case import (
-    MixedCase,
-    MixedNumbers,
-    latency_of,
-    run,
-    within_tpot,
-)
-from jaxserve_lab.experiments.bros.page import MODELS, Bros, Scale
+from jaxserve_lab.experiments.bros.case import MixedCase, latency_of, run, within_tpot
+from jaxserve_lab.experiments.bros.claims import MODELS, Bros, Scale
+from jaxserve_lab.experiments.claims.cases import Numbers, Timed
 from jaxserve_lab.experiments.common.figures import Panel, chart
-from jaxserve_lab.experiments.common.runs import Number, Results, Timed, over
+from jaxserve_lab.experiments.common.runs import Results
 
 SECOND = LinearCostModel(Coefficients(0, 1.0, 0, 0, 0, 0, 0, 0, 0), 1)  # every batch takes 1 s
 CASE = MixedCase("priority", MODELS["OPT-13B"], "sharegpt", 4.0, duration=10.0, batch=3)
@@ -60,13 +55,13 @@ def test_time_per_output_token_is_a_mean_of_each_request() -> None:
 
 def test_numbers_of_a_run() -> None:
     found = run(dataclasses.replace(CASE, timed=True))
-    assert found.ttft == found.tpot == found.tbt == 1.0
-    assert 0.01 < found.latency < 0.1 and 0.5 < found.ended < 1.0
-    assert found.best_effort > 1.0 and 80 < found.tokens / found.best_effort < 120
-    assert found.saved == found.loaded == found.shared == found.recomputed == 0
-    assert 0 < found.plan < 1 and found.plan_p99 > 0
+    assert found["ttft"] == found["tpot"] == found["tbt"] == 1.0
+    assert 0.01 < found["latency"] < 0.1 and 0.5 < found["ended"] < 1.0
+    assert found["best_effort"] > 1.0 and 80 < found["tokens"] / found["best_effort"] < 120
+    assert found["saved"] == found["loaded"] == found["shared"] == found["recomputed"] == 0
+    assert 0 < found["plan"] < 1 and found["plan_p99"] > 0
     plain = run(CASE)
-    assert dataclasses.replace(found, plan=0.0, plan_p99=0.0) == plain
+    assert found | {"plan": 0.0, "plan_p99": 0.0} == plain
     assert run(dataclasses.replace(CASE, seed=1)) != plain
 
 
@@ -80,16 +75,17 @@ def test_timing_a_policy_leaves_what_it_says_of_itself() -> None:
 
 
 def page_of(scale: Scale) -> Bros:
-    return Bros(scale, Results(run, lambda _: MixedNumbers))
+    return Bros(scale, Results(run, lambda _: dict))
 
 
 def test_a_case_is_the_papers_setting() -> None:
     part = page_of(Scale())
-    assert {("OPT-30B", "sharegpt", 10.0), ("Llama-3-70B", "lmsys", 15.0)} <= set(part.points)
-    first, *_, last = part.seeds("vllm", "OPT-13B", "sharegpt", 4.0)
+    points = [tuple(at.values()) for at in part.where["all"].values()]
+    assert {("sharegpt", "OPT-30B", 10.0), ("lmsys", "Llama-3-70B", 15.0)} <= set(points)
+    first, *_, last = part.cases("vllm", "OPT-13B", "sharegpt", 4.0)
     assert (first.duration, first.batch, first.timed) == (600.0, 256, True)
     assert (first.seed, last.seed, last.system) == (0, 2, "opt-13b@2xa100-40g")
-    (alone,) = part.seeds("vllm", "OPT-13B", "lmsys", 4.0)
+    (alone,) = part.cases("vllm", "OPT-13B", "lmsys", 4.0)
     assert not alone.timed
     assert first.named() == {
         "policy": "vllm",
@@ -102,14 +98,19 @@ def test_a_case_is_the_papers_setting() -> None:
     assert (mixed.TTFT, mixed.TPOT) == (0.4, 0.2)
 
 
-def worth(latency: float, best_effort: float, ttft: float, tbt: float) -> MixedNumbers:
-    return MixedNumbers(
-        latency, ttft, 0.9, tbt, 1.0, best_effort, 80 * best_effort, 0.05, 0.9, 0, 0, 0, 0, 0.0
-    )
+def worth(latency: float, best_effort: float, ttft: float, tbt: float) -> Numbers:
+    found = {"latency": latency, "best_effort": best_effort, "ttft": ttft, "tbt": tbt}
+    return {**found, "tpot": 0.9, "step": 0.05}
 
 
 def test_what_is_said_of_numbers() -> None:
-    scale = Scale((1,), models=("OPT-13B",), data_sets=("sharegpt",), steps=(1.0,))
+    scale = Scale()
+    scale.seeds, scale.models, scale.data_sets, scale.steps = (
+        (1,),
+        ("OPT-13B",),
+        ("sharegpt",),
+        (1,),
+    )
     numbers = {
         "bros": worth(0.05, 4.0, 0.9, 0.80),
         "round_robin": worth(0.10, 5.0, 0.3, 0.50),
@@ -119,33 +120,33 @@ def test_what_is_said_of_numbers() -> None:
     }
     page = page_of(scale)
     for policy, found in numbers.items():
-        for case in page.seeds(policy, "OPT-13B", "sharegpt", 10.0):
+        for case in page.cases(policy, "OPT-13B", "sharegpt", 10.0):
             page.results._found[case] = found
-    verdict = page.verdict()
     # Latency and throughput relative to the other's; attainments as differences.
-    assert "| `vllm` | -75.0 | +0.0 | +90.0 | -1.0 | 1 | 0 |" in verdict
-    assert "| `round_robin` | -50.0 | -20.0 | +60.0 | +30.0 | 0 | 0 |" in verdict
-    assert "| `priority` | -1.0 | -11.1 | +1.0 | +0.0 | 0 | 1 |" in verdict
-    assert "| `edf` | +25.0 | +300.0 | +0.0 | +0.0 | 0 | 0 |" in verdict
-    assert (page.as_good("priority", "bros"), page.as_good("bros", "priority")) == (1, 0)
-    assert page.traded("sharegpt", "vllm").endswith("| -75.0% latency, +0.0% throughput")
-    assert page.traded("sharegpt", "round_robin").endswith("| -50.0% latency, -20.0% throughput")
-    assert (page.ahead("latency", "priority", -1), page.ahead("best_effort", "priority")) == (0, 1)
-    attained = [page.attained("sharegpt", other) for other in ("vllm", "round_robin")]
-    assert "| TTFT more (90.0% for 0.0%), TPOT 1.00x" in attained[0]
-    assert "| TTFT 3.00x (90.0% for 30.0%)" in attained[1]
-    assert page.ahead("ttft", "edf", slack=0.02) == 1 and page.results.complete
+    for other, said in {
+        "vllm": ["-75.0%", "+0.0%", "+90.0", "-1.0"],
+        "round_robin": ["-50.0%", "-20.0%", "+60.0", "+30.0"],
+        "priority": ["-1.0%", "-11.1%", "+1.0", "+0.0"],
+        "edf": ["+25.0%", "+300.0%", "+0.0", "+0.0"],
+    }.items():
+        assert [page.of[f"{number}, {other}"].mean for number in page.counted] == said
+    assert [page.as_good("bros", other) for other in page.others] == [0, 1, 0, 0]
+    assert [page.as_good(other, "bros") for other in page.others] == [0, 0, 1, 0]
+    assert page.of["latency, priority"].at_least(0) == 0
+    assert page.of["best_effort, priority"].ahead == 0
+    assert page.of["ttft, vllm, sharegpt"].shares == "more (90.0% for 0.0%)"
+    assert page.of["ttft, round_robin, sharegpt"].shares == "3.00x (90.0% for 30.0%)"
+    assert page.of["ttft, edf"].at_most(0.02) == 1 and page.results.complete
 
 
 def test_means_over_seeds_have_intervals() -> None:
-    one = run(CASE)
+    page = page_of(Scale())
     cases = [dataclasses.replace(CASE, seed=seed) for seed in range(3)]
-    numbers = [dataclasses.replace(one, step=step) for step in (0.01, 0.02, 0.03)]
-    found = over(dict(zip(cases, numbers, strict=True)), cases, "step")
-    assert found.mean == pytest.approx(0.02)
-    assert found.half == pytest.approx(4.303 * 0.01 / 3**0.5, rel=1e-3)  # Student's t, two degrees
-    assert found.text(".1f", 1e3) == "20.0 ±24.8"
-    assert Number(0.5, None).text(".1f", 100) == "50.0"
+    for case, step in zip(cases, (0.01, 0.02, 0.03), strict=True):
+        page.results._found[case] = {"step": step}
+    # Student's t, two degrees of freedom: 4.303 * 10 / 3**0.5.
+    assert page.cells(cases, [("step", ".1f", 1e3)]) == ["20.0 ±24.8"]
+    assert page.cells(cases[:1], [("step", ".1f", 1e3)]) == ["10.0"]
 
 
 def test_the_same_numbers_give_the_same_svg(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve_lab.experiments.bros.case import MixedNumbers, run
-from jaxserve_lab.experiments.bros.page import QUICK, Bros
+from jaxserve_lab.experiments.bros.claims import Bros, Quick
 from jaxserve_lab.experiments.common import page, runs
 from jaxserve_lab.experiments.common.runs import Results
 
@@ -143,7 +142,7 @@ def test_a_page_is_written_or_a_line_says_why(
 
 
 def test_toy_sizes_say_so() -> None:
-    found = Bros(QUICK, Results(run, lambda _: MixedNumbers))
+    found = Bros(Quick(), Results(Bros.run, lambda _: dict))
     assert "**Toy sizes (`--quick`)" in found.rendered(quick=True)
     assert "Toy sizes" not in found.rendered()
     said = (

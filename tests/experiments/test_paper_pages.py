@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from jaxserve_lab.experiments.accelgen import page as accelgen
-from jaxserve_lab.experiments.aptserve import page as aptserve
-from jaxserve_lab.experiments.bros import page as bros
+from jaxserve_lab.experiments.accelgen.claims import AccelGen
+from jaxserve_lab.experiments.aptserve.claims import AptServe
+from jaxserve_lab.experiments.bros.claims import Bros
+from jaxserve_lab.experiments.claims.page import ClaimsPage
 
 DOCS = Path(__file__).parents[2] / "docs"
 SECTIONS = ("In short", "Claim by claim", "How it is run", "All numbers")
@@ -30,35 +30,24 @@ def check_figures(page: str, folder: Path, count: int | None = None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("made", "sections", "figures"),
-    [
-        (accelgen, SECTIONS, 3),
-        (aptserve, SECTIONS, 3),
-        (bros, SECTIONS, 2),
-    ],
-)
+@pytest.mark.parametrize(("made", "figures"), [(AccelGen, 3), (AptServe, 3), (Bros, 2)])
 def test_the_experiment_at_toy_size(
-    made: Any,
-    sections: tuple[str, ...],
-    figures: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    made: type[ClaimsPage], figures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = made.__name__.split(".")[-2]
+    name = made.name
     arguments = ["--quick", "--jobs=1"]
     assert made.main([*arguments, f"--out={tmp_path}"]) == 0
     page = (tmp_path / f"{name}.md").read_text()
-    for section in sections:
+    for section in SECTIONS:
         assert f"\n## {section}" in page
     assert "Toy sizes" in page and str(tmp_path) not in page
-    assert made is aptserve or "nan" not in page
+    assert made is AptServe or "nan" not in page
     check_figures(page, tmp_path, figures)
     numbers = tmp_path / "figures" / f"{name}.json"
     runs = json.loads(numbers.read_text())
     assert len({json.dumps(run["case"]) for run in runs}) == len(runs)
     # The same numbers give the same page, and nothing is simulated or timed again.
-    monkeypatch.setattr(made, "run", refuse)
+    monkeypatch.setattr(made, "run", staticmethod(refuse))
     again = tmp_path / "again"
     assert made.main([*arguments, f"--out={again}", f"--numbers={numbers}"]) == 0
     assert (again / f"{name}.md").read_text() == page
@@ -68,12 +57,12 @@ def test_the_experiment_at_toy_size(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", [accelgen, aptserve, bros])
+@pytest.mark.parametrize("made", [AccelGen, AptServe, Bros])
 def test_the_page_is_what_its_numbers_say(
-    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: type[ClaimsPage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = made.__name__.split(".")[-2]
-    monkeypatch.setattr(made, "run", refuse)
+    name = made.name
+    monkeypatch.setattr(made, "run", staticmethod(refuse))
     numbers = DOCS / "figures" / f"{name}.json"
     assert made.main(["--jobs=1", f"--out={tmp_path}", f"--numbers={numbers}"]) == 0
     page = (DOCS / f"{name}.md").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -12,19 +11,14 @@ from typing import Any
 import pytest
 
 from jaxserve.commands import cli
-from jaxserve_lab.experiments.accelgen import page as accelgen
-from jaxserve_lab.experiments.aptserve import page as aptserve
-from jaxserve_lab.experiments.bros import page as bros
-from jaxserve_lab.experiments.common.single import read_case, shown
-from jaxserve_lab.experiments.infermax import page as infermax
+from jaxserve_lab.experiments.accelgen.claims import AccelGen
+from jaxserve_lab.experiments.aptserve.claims import AptServe
+from jaxserve_lab.experiments.bros.claims import Bros
+from jaxserve_lab.experiments.claims.single import read_case, shown
+from jaxserve_lab.experiments.infermax.claims import InferMax
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {
-    "aptserve": (aptserve, aptserve.AptServe, aptserve.OnlineNumbers),
-    "bros": (bros, bros.Bros, bros.MixedNumbers),
-    "accelgen": (accelgen, accelgen.AccelGen, accelgen.SloNumbers),
-    "infermax": (infermax, infermax.InferMax, infermax.Numbers),
-}
+PAGES = {page.name: page for page in (AptServe, Bros, AccelGen, InferMax)}
 POINT = re.compile(
     r"^One point by itself,.*? `(\w+)` ([^\n]*):\n\n((?:    [^\n]*\n)+)", re.MULTILINE
 )
@@ -39,7 +33,7 @@ NEEDS = "AzureLLMInferenceTrace_conv.csv"  # whose trace is no part of this repo
 def kept(name: str) -> dict[Any, Any]:
     """The numbers of a page, by their cases."""
     lines = json.loads((DOCS / "figures" / f"{name}.json").read_text())
-    kind = PAGES[name][1].kind
+    kind = PAGES[name].kind
     return {read_case(kind, json.dumps(one["case"])): one["numbers"] for one in lines}
 
 
@@ -65,7 +59,7 @@ def test_every_headline_has_a_point() -> None:
 def test_points_are_those_of_the_page(name: str, number: str, text: str, command: str) -> None:
     if "experiments" not in command:
         return  # the optimum, which is not among the page's numbers
-    numbers, kind = kept(name), PAGES[name][1].kind
+    numbers, kind = kept(name), PAGES[name].kind
     cases = [one.removeprefix("--run=") for one in given(command)[3:]]
     values = [numbers[read_case(kind, case)][number] for case in cases]
     assert said(text)[: len(values)] == [float(shown(value)) for value in values]
@@ -75,20 +69,19 @@ def test_points_are_those_of_the_page(name: str, number: str, text: str, command
 def test_a_run_alone_prints_the_numbers_of_the_page(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, page, kind = PAGES[name]
+    page = PAGES[name]
     cases = page.held[:2]
     argv = [f"--run={json.dumps(case.named())}" for case in cases]
-    assert module.main(argv) == 0
+    assert page.main(argv) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[:2] == [case.policy for case in cases]
     printed = {line.split()[0]: line.split()[1:] for line in lines}
     numbers = kept(name)
-    for field in dataclasses.fields(kind):
-        values = [numbers[case][field.name] for case in cases]
-        if not isinstance(values[0], list):
-            assert [float(one) for one in printed[field.name][:2]] == pytest.approx(
-                values, rel=1e-3
-            ), field.name
+    for number, value in numbers[cases[0]].items():
+        if not isinstance(value, list):
+            values = [numbers[case][number] for case in cases]
+            found = [float(one) for one in printed[number][:2]]
+            assert found == pytest.approx(values, rel=1e-3), number
 
 
 @pytest.mark.parametrize(
@@ -105,7 +98,7 @@ def test_a_run_alone_prints_the_numbers_of_the_page(
 def test_what_is_no_case_is_refused(
     name: str, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert PAGES[name][0].main([f"--run={wrong}"]) == 2
+    assert PAGES[name].main([f"--run={wrong}"]) == 2
     assert "--run: not the case of a run" in capsys.readouterr().err
 
 
@@ -120,7 +113,7 @@ def test_commands_print_what_the_page_says(
         assert cli.main(given(command)[1:]) == 0
         assert f"{number} {text.partition(' ms')[0]}" in capsys.readouterr().out
         return
-    assert PAGES[name][0].main(given(command)[3:]) == 0
+    assert PAGES[name].main(given(command)[3:]) == 0
     lines = capsys.readouterr().out.splitlines()
     (line,) = (one for one in lines if one.startswith(f"{number} "))
     assert said(line) == pytest.approx(said(text), rel=1e-3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.simulator.optimal import cli as optimal
-from jaxserve_lab.experiments.infermax import page as infermax
+from jaxserve_lab.experiments.infermax.claims import QUICK_AZURE, InferMax
 
 pytest.importorskip("ortools")
 
@@ -132,12 +132,12 @@ def azure_trace(count: int) -> str:
 def test_the_experiment_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.csv"
     arguments = ["--quick", "--jobs=1", f"--out={tmp_path}", f"--azure={trace}"]
-    assert infermax.main(arguments) == 2
+    assert InferMax.main(arguments) == 2
     assert capsys.readouterr().err.endswith(f"--azure: there is no {trace}\n")
     trace.write_text(azure_trace(20))
-    assert infermax.main(arguments) == 2  # too short
-    trace.write_text(azure_trace(infermax.QUICK_AZURE))
-    assert infermax.main(arguments) == 0
+    assert InferMax.main(arguments) == 2  # too short
+    trace.write_text(azure_trace(QUICK_AZURE))
+    assert InferMax.main(arguments) == 0
     page = (tmp_path / "infermax.md").read_text()
     for number in range(1, 8):
         assert f"\n## {number}. " in page
@@ -150,6 +150,6 @@ def test_the_experiment_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixtur
     numbers = tmp_path / "figures" / "infermax.json"
     again = tmp_path / "again"
     from_numbers = [f"--numbers={numbers}", *arguments[:2], arguments[3], f"--out={again}"]
-    assert infermax.main(from_numbers) == 0
+    assert InferMax.main(from_numbers) == 0
     assert (again / "infermax.md").read_text() == page
     assert "Not run" not in page and str(tmp_path) not in page

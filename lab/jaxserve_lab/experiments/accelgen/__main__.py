@@ -1,7 +1,9 @@
-"""`python -m jaxserve_lab.experiments.accelgen`; see page.py."""
+"""`python -m jaxserve_lab.experiments.accelgen`; see claims.py."""
 
 from jaxserve.command_line import run
-from jaxserve_lab.experiments.accelgen.page import main
+from jaxserve_lab.experiments.accelgen.claims import AccelGen
+
+main = AccelGen.main
 
 if __name__ == "__main__":
     run(main)

@@ -15,17 +15,11 @@ from jaxserve.sched.slo.metrics import tokens_in_time
 from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import MAX_ROWS, simulate
-from jaxserve.simulator.workloads.workload import Workload
-from jaxserve_lab.experiments.accelgen.places import BLOCK, PLACES
-from jaxserve_lab.experiments.accelgen.requests import (
-    MIXED,
-    READING,
-    drawn_arrivals,
-    drawn_lengths,
-    prefill_seconds,
-    with_slos,
-)
-from jaxserve_lab.experiments.common.runs import Case, Timed, digits, say_compiling, shortened
+from jaxserve.simulator.workloads.workload import Workload, all_at_once, poisson_arrivals
+from jaxserve_lab.experiments.accelgen.places import BLOCK, PLACES, prefill_seconds
+from jaxserve_lab.experiments.accelgen.requests import MIXED, READING, drawn_lengths, with_slos
+from jaxserve_lab.experiments.claims.cases import Case, Numbers, Timed, shortened
+from jaxserve_lab.experiments.common.runs import say_compiling
 
 BATCH_TOKENS = 2048  # C of those that bound their batches otherwise: Eq. 6, or Sarathi's P
 LONG = 4096  # tokens of a long prompt
@@ -74,63 +68,12 @@ class SloCase(Case):
         return super().named() | ({"rate": "inf"} if self.rate == math.inf else {})
 
 
-@dataclass(frozen=True)
-class SloNumbers:
-    """What a case comes to. Rates are from the first arrival to the last token.
-
-    Attributes:
-        tokens: Output tokens/s.
-        requests: Finished requests/s.
-        goodput: Tokens/s within their own target, TTFT or TBT.
-        jobs: Requests/s that end within their JCT, see `jct_targets`.
-        met: Requests/s within all of their own targets (`sched/slo/metrics.py`).
-        iterations: Share of the tokens that are in time.
-        in_jct, ttft, tbt: Share of the requests within that target.
-        slo: Share of the requests within all targets.
-        reachable: Share of the requests whose TTFT is no less than their prompt takes alone.
-        jct: Mean over requests, seconds.
-        jct_long: Mean over those with prompts of LONG tokens or more, seconds.
-        jct_last: Until all have ended, seconds.
-        step: Mean step time, seconds.
-        reading: Share of the steps that take at most READING.
-        compute: Tokens of a step over the pivot, at most 1, mean over steps.
-        cache: Share of the cache in use, mean over time.
-        preemptions: Of all requests.
-        plan, plan_p99: Mean and 99th percentile of a plan's time, seconds; 0 if not timed.
-        steps: QUANTILES of the step times, seconds, if kept.
-        bound: No schedule has a larger `met`; 0 if not known.
-    """
-
-    tokens: float
-    requests: float
-    goodput: float
-    jobs: float
-    met: float
-    iterations: float
-    in_jct: float
-    ttft: float
-    tbt: float
-    slo: float
-    reachable: float
-    jct: float
-    jct_long: float
-    jct_last: float
-    step: float
-    reading: float
-    compute: float
-    cache: float
-    preemptions: int
-    plan: float = 0.0
-    plan_p99: float = 0.0
-    steps: tuple[float, ...] = ()
-    bound: float = 0.0
-
-
 def workload_of(case: SloCase) -> Workload:
     """The case's requests: the same for every policy and, at scaled arrivals, every rate."""
     place, rng = PLACES[case.model], np.random.default_rng((case.seed, 11))
     lengths = drawn_lengths(place, case.data, case.books, case.requests, rng, printed=case.printed)
-    arrival = drawn_arrivals(case.rate, len(lengths), rng)
+    count, at_once = len(lengths), case.rate == math.inf
+    arrival = all_at_once(count) if at_once else poisson_arrivals(case.rate, count, rng)
     return with_slos(place, arrival, lengths, rng, ease=case.ease, choices=case.choices)
 
 
@@ -164,40 +107,43 @@ def simulated(case: SloCase, timed: Timed | None = None) -> SimulationResult:
     )
 
 
-def run(case: SloCase) -> SloNumbers:
-    """The numbers of a simulation. ValueError if the policy is unknown."""
+def run(case: SloCase) -> Numbers:
+    """The numbers of a simulation. ValueError if the policy is unknown.
+
+    Rates are from the first arrival to the last token, shares of all requests, times in seconds.
+    """
     timed = Timed(make_policy(case.policy)) if case.timed else None
     result = simulated(case, timed)
     summary, times, batches = result.summary(Rule.PAPERS), result.requests.times, result.batches
     asked, seconds = result.requests.workload, summary["makespan_s"]
     met, of = tokens_in_time(times, asked.terms)
     in_jct, long = times.e2e <= jct_targets(asked), asked.prompt_len >= LONG
-    place = PLACES[case.model]
-    compute = np.minimum(batches.num_tokens / place.pivot, 1.0)
-    values: dict[str, Any] = {
+    place, took = PLACES[case.model], batches.duration
+    numbers = {
         "tokens": summary["output_tokens"] / seconds,
         "requests": len(times) / seconds,
-        "goodput": met / seconds,
-        "jobs": np.count_nonzero(in_jct) / seconds,
-        "met": summary["goodput_per_s"],
-        "iterations": met / of,
+        "goodput": met / seconds,  # tokens within their own target, TTFT or TBT
+        "jobs": np.count_nonzero(in_jct) / seconds,  # requests within their `jct_targets`
+        "met": summary["goodput_per_s"],  # requests within all of their own targets
+        "iterations": met / of,  # share of the tokens that are in time
         "in_jct": in_jct.mean(),
-        **{name: summary[f"{name}_attainment"] for name in ("ttft", "tbt", "slo")},
+        **{name: summary[f"{name}_attainment"] for name in ("ttft", "tbt", "slo")},  # slo: both
+        # Whose TTFT is no less than their prompt takes alone.
         "reachable": (asked.ttft >= prefill_seconds(place, asked.prompt_len)).mean(),
         "jct": times.e2e.mean(),
-        "jct_long": times.e2e[long].mean() if long.any() else 0.0,
-        "jct_last": seconds,
-        "step": batches.duration.mean(),
-        "reading": (batches.duration <= READING).mean(),
-        "compute": compute.mean(),
-        "cache": summary["mean_kv_used"],
+        "jct_long": times.e2e[long].mean() if long.any() else 0.0,  # of LONG prompts
+        "jct_last": seconds,  # until all have ended
+        "step": took.mean(),
+        "reading": (took <= READING).mean(),  # of the steps, those that take no longer
+        "compute": np.minimum(batches.num_tokens / place.pivot, 1.0).mean(),  # tokens over it
+        "cache": summary["mean_kv_used"],  # share, mean over time
         "preemptions": summary["num_preemptions"],
-        "bound": summary.get("goodput_bound_per_s") or 0.0,
         "plan": np.mean(timed.seconds) if timed else 0.0,
         "plan_p99": np.quantile(timed.seconds, 0.99) if timed else 0.0,
+        "steps": tuple(np.quantile(took, QUANTILES).tolist()) if case.quantiles else (),  # of steps
+        "bound": summary.get("goodput_bound_per_s") or 0.0,  # on `met` of any schedule; 0: unknown
     }
-    quantiles = np.quantile(batches.duration, QUANTILES).tolist() if case.quantiles else ()
-    return SloNumbers(**shortened(values), steps=tuple(map(digits, quantiles)))
+    return shortened(numbers)
 
 
 def jct_targets(asked: Workload) -> np.ndarray:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 
-from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.workloads.lengths import LONGEST_OUTPUT, mixed_prompt_sets, mixed_prompts
-from jaxserve.simulator.workloads.workload import Lengths, Workload, all_at_once, poisson_arrivals
-from jaxserve_lab.experiments.accelgen.places import Place
+from jaxserve.simulator.workloads.workload import Lengths, Workload
+from jaxserve_lab.experiments.accelgen.places import Place, prefill_seconds
 
 MIXED, EXCLUSIVE = "mixed", "exclusive"
 LONG_PROMPTS, SHORT_PROMPTS, SHORT = (10_214, 10_252), 20, (128, 384)  # tokens (Figure 6)
@@ -21,12 +19,6 @@ TTFT_SCALE = (0.5, 1.5)
 READING = 0.1875  # seconds per token
 TBT_RANGE = (0.75, 1.25)  # of READING (section 6.1)
 TBT_CHOICES = (0.25, 0.5, 1.0, 2.0)  # of READING (section 3.2)
-
-
-def prefill_seconds(place: Place, prompts: np.ndarray) -> np.ndarray:
-    """What each prompt takes alone and in one step, float64 [n]. prompts: int64 [n], tokens."""
-    alone = BatchFeatures(prompts, prompts, 0, 0, prompts**2, 1, 0)
-    return np.asarray(place.system.cost_model.batch_time(alone), np.float64)
 
 
 def drawn_lengths(
@@ -80,9 +72,3 @@ def with_slos(
     )
     limit = np.full(count, LONGEST_OUTPUT, np.int64)
     return Workload.create(arrival, lengths, limit=limit, terms=terms)
-
-
-def drawn_arrivals(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Poisson arrivals in seconds, at all rates the same but for their scale; all at once for
-    inf."""
-    return all_at_once(count) if rate == math.inf else poisson_arrivals(rate, count, rng)

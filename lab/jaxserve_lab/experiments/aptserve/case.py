@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 
@@ -17,9 +16,9 @@ from jaxserve.simulator.simulator import default_limits, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Workload
-from jaxserve_lab.experiments.common.runs import Case, digits, say_compiling
+from jaxserve_lab.experiments.claims.cases import Case, Numbers, shortened
+from jaxserve_lab.experiments.common.runs import say_compiling
 
-_digits = partial(digits, count=4)
 QUANTILES = tuple(q / 100 for q in (*range(0, 100, 2), 99, 100))
 
 
@@ -67,39 +66,6 @@ class OnlineCase(Case):
         return SLO(self.ttft, self.tbt)
 
 
-@dataclass(frozen=True)
-class OnlineNumbers:
-    """What a case comes to. Times in seconds.
-
-    Attributes:
-        attainment: Share of the requests within both targets.
-        ttft_attainment, tbt_attainment: Share within one of them.
-        ttft_p50, ttft_p99: Over requests.
-        step: Mean step time.
-        batch_size: Mean requests of a batch.
-        hidden: Share of a batch's requests with hidden caches, mean over batches.
-        kv_used: Share of the cache in use, mean over time.
-        preemptions: Of all requests.
-        makespan: From the first arrival to the last token.
-        ttft_quantiles: At QUANTILES, over requests; empty if not kept.
-        tbt_quantiles: The same of the requests' 99th percentiles of TBT.
-    """
-
-    attainment: float
-    ttft_attainment: float
-    tbt_attainment: float
-    ttft_p50: float
-    ttft_p99: float
-    step: float
-    batch_size: float
-    hidden: float
-    kv_used: float
-    preemptions: int
-    makespan: float
-    ttft_quantiles: tuple[float, ...] = ()
-    tbt_quantiles: tuple[float, ...] = ()
-
-
 def place_of(case: OnlineCase) -> System:
     """The case's system, with the case's cost of hidden caches."""
     place = system(case.system, case.hidden_read)
@@ -136,28 +102,25 @@ def simulated(case: OnlineCase, compiled: bool | None = None) -> SimulationResul
     )
 
 
-def run(case: OnlineCase) -> OnlineNumbers:
-    """The numbers of a simulation."""
+def run(case: OnlineCase) -> Numbers:
+    """The numbers of a simulation, times in seconds."""
     result = simulated(case)
     summary, requests, batches = result.summary(Rule.PAPERS), result.requests, result.batches
-    size = batches.num_decodes + batches.num_prefills
-    ttft = requests.ttft
-    return OnlineNumbers(
-        attainment=summary["slo_attainment"],
-        ttft_attainment=summary["ttft_attainment"],
-        tbt_attainment=summary["tbt_attainment"],
-        ttft_p50=_digits(np.quantile(ttft, 0.5)),
-        ttft_p99=_digits(np.quantile(ttft, 0.99)),
-        step=_digits(batches.duration.mean()),
-        batch_size=_digits(size.mean()),
-        hidden=_digits((batches.num_hidden / size).mean()),
-        kv_used=_digits(summary["mean_kv_used"]),
-        preemptions=summary["num_preemptions"],
-        makespan=_digits(summary["makespan_s"]),
-        ttft_quantiles=_quantiles(ttft) if case.quantiles else (),
-        tbt_quantiles=_quantiles(request_p99_tbt(requests.times)) if case.quantiles else (),
-    )
-
-
-def _quantiles(values: np.ndarray) -> tuple[float, ...]:
-    return tuple(map(_digits, np.quantile(values, QUANTILES).tolist()))
+    size, ttft = batches.num_decodes + batches.num_prefills, requests.ttft
+    names = {"attainment": "slo", "ttft_attainment": "ttft", "tbt_attainment": "tbt"}
+    found = {name: summary[f"{of}_attainment"] for name, of in names.items()}  # shares of requests
+    quantiles = QUANTILES if case.quantiles else ()
+    numbers = {
+        "ttft_p50": np.quantile(ttft, 0.5),  # over requests
+        "ttft_p99": np.quantile(ttft, 0.99),
+        "step": batches.duration.mean(),
+        "batch_size": size.mean(),  # requests
+        "hidden": (batches.num_hidden / size).mean(),  # share of a batch's requests
+        "kv_used": summary["mean_kv_used"],  # share of the cache, mean over time
+        "preemptions": summary["num_preemptions"],  # of all requests
+        "makespan": summary["makespan_s"],  # from the first arrival to the last token
+        "ttft_quantiles": tuple(np.quantile(ttft, quantiles)),  # over requests
+        # Of the requests' 99th percentiles of TBT.
+        "tbt_quantiles": tuple(np.quantile(request_p99_tbt(requests.times), quantiles)),
+    }
+    return found | shortened(numbers, 4)

@@ -1,7 +1,9 @@
-"""`python -m jaxserve_lab.experiments.bros`; see page.py."""
+"""`python -m jaxserve_lab.experiments.bros`; see claims.py."""
 
 from jaxserve.command_line import run
-from jaxserve_lab.experiments.bros.page import main
+from jaxserve_lab.experiments.bros.claims import Bros
+
+main = Bros.main
 
 if __name__ == "__main__":
     run(main)

@@ -17,7 +17,7 @@ from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
 from jaxserve.simulator.workloads.lengths import Uniform
 from jaxserve.simulator.workloads.specs import WorkloadSpec
-from jaxserve_lab.experiments.common.runs import Case, Timed, shortened
+from jaxserve_lab.experiments.claims.cases import Case, Numbers, Timed, shortened
 
 TTFT, TPOT = 0.4, 0.2  # seconds (section 7.1)
 PROMPT, OUTPUT = Uniform(512, 1024), Uniform(32, 128)  # of best-effort requests (section 7.1)
@@ -55,76 +55,37 @@ class MixedCase(Case):
         return self.duration * (5 + self.rate) * (3 if self.policy == "bros" else 1)
 
 
-@dataclass(frozen=True)
-class MixedNumbers:
-    """What a case comes to.
+def run(case: MixedCase) -> Numbers:
+    """The numbers of a simulation. ValueError if its policy, workload or system is unknown.
 
-    Attributes:
-        latency: Mean over real-time requests of their time in the system over the tokens they
-            write, seconds per token. Unfinished ones count with their time so far, so it is a lower
-            bound.
-        ttft: Share of the real-time requests within that target.
-        tpot: The same of their mean time between tokens, for requests with two tokens or more.
-        tbt: The same of the 99th percentile of a request's times between tokens.
-        ended: Share of the real-time requests that have finished.
-        best_effort: Best-effort requests finished a second.
-        tokens: Best-effort output tokens/s.
-        step: Mean step time, seconds.
-        kv_used: Share of the cache in use, mean over time.
-        preemptions: Of all requests.
-        recomputed: Tokens computed again after preemptions.
-        saved, loaded: Slots copied to host memory, and back.
-        shared: Blocks with two owners, mean over time.
-        plan: Planning time as a share of the step time; 0 if not timed.
-        plan_p99: 99th percentile of a plan's time, seconds; 0 if not timed.
+    Of real-time requests those that have not finished count, too. Times are in seconds.
     """
-
-    latency: float
-    ttft: float
-    tpot: float
-    tbt: float
-    ended: float
-    best_effort: float
-    tokens: float
-    step: float
-    kv_used: float
-    preemptions: int
-    recomputed: int
-    saved: int
-    loaded: int
-    shared: float
-    plan: float = 0.0
-    plan_p99: float = 0.0
-
-
-def run(case: MixedCase) -> MixedNumbers:
-    """Simulates the case. ValueError if its policy, workload or system is unknown."""
     policy = Timed(make_policy(case.policy, **dict(case.switches)))
     result = _simulated(case, policy)
     summary, batches = result.summary(), result.batches
     tiers = summary["tiers"]
     realtime, best_effort = tiers["realtime"], tiers["best_effort"]
-    requests = result.requests
-    mine = requests.workload.tier == Tier.REALTIME
-    values = {
-        "latency": latency_of(result, mine, case.duration),
-        "ttft": realtime["slo"]["ttft_attainment"],
-        "tpot": within_tpot(requests.times.select(mine)),
-        "tbt": realtime["slo"]["tbt_attainment"],
-        "ended": realtime["finished"] / realtime["requests"],
-        "best_effort": best_effort["finished"] / case.duration,
-        "tokens": best_effort["output_tokens"] / case.duration,
+    mine = result.requests.workload.tier == Tier.REALTIME
+    numbers = {
+        "latency": latency_of(result, mine, case.duration),  # per token: a lower bound
+        "ttft": realtime["slo"]["ttft_attainment"],  # share of the real-time requests within it
+        "tpot": within_tpot(result.requests.times.select(mine)),  # of those with two tokens or more
+        "tbt": realtime["slo"]["tbt_attainment"],  # of a request the 99th percentile
+        "ended": realtime["finished"] / realtime["requests"],  # share of the real-time requests
+        "best_effort": best_effort["finished"] / case.duration,  # requests/s
+        "tokens": best_effort["output_tokens"] / case.duration,  # best-effort ones/s
         "step": batches.duration.mean(),
-        "kv_used": summary["mean_kv_used"],
-        "preemptions": summary["num_preemptions"],
-        "recomputed": summary["recomputed_tokens"],
-        "saved": summary["saved_slots"],
-        "loaded": summary["loaded_slots"],
-        "shared": summary["mean_shared_blocks"],
+        "kv_used": summary["mean_kv_used"],  # share of the cache, mean over time
+        "preemptions": summary["num_preemptions"],  # of all requests
+        "recomputed": summary["recomputed_tokens"],  # after preemptions
+        "saved": summary["saved_slots"],  # copied to host memory
+        "loaded": summary["loaded_slots"],  # and back
+        "shared": summary["mean_shared_blocks"],  # blocks with two owners, mean over time
+        # Planning time as a share of the step time, and of a plan; 0 if not timed.
         "plan": sum(policy.seconds) / batches.duration.sum() if case.timed else 0.0,
         "plan_p99": np.quantile(policy.seconds, 0.99) if case.timed else 0.0,
     }
-    return MixedNumbers(**shortened(values))
+    return shortened(numbers)
 
 
 def _simulated(case: MixedCase, policy: Policy) -> SimulationResult:

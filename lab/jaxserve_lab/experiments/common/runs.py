@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tqdm import tqdm
 
-from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policy import Policy, View
 from jaxserve.simulator.dispatch import COMPILING
-from jaxserve.simulator.simulate.spread import half_width, mean
 from jaxserve_lab.experiments.common.processes import worked
 
 KEEP = 20.0  # seconds
@@ -36,23 +34,12 @@ C = TypeVar("C", bound=AnyCase)
 N = TypeVar("N")
 
 
-class Case:
-    """Base of the dataclasses of cases."""
-
-    def named(self) -> dict[str, Any]:
-        """Its fields, without those that have their default."""
-        usual = {f.name: f.default for f in fields(self)}  # type: ignore[arg-type]
-        values = asdict(self)  # type: ignore[call-overload]
-        named = {name: value for name, value in values.items() if value != usual[name]}
-        return named | ({"switches": dict(named["switches"])} if "switches" in named else {})
-
-
 class Results(Generic[C, N]):
     """What runs came to, and which of those that were asked for are yet to be done.
 
     Args:
         run: does one, in any process.
-        kind: the dataclass of a case's numbers.
+        kind: the dataclass of a case's numbers, or dict.
         earlier: the file that `write` made of an earlier run. ValueError if it is something else.
     """
 
@@ -109,7 +96,7 @@ class Results(Generic[C, N]):
     def write(self, path: Path) -> None:
         """The numbers of all cases that were asked for as JSON, one line per run, in a fixed
         order."""
-        rows = [{"case": c.named(), "numbers": asdict(n)} for c, n in self._found.items()]  # type: ignore[call-overload]
+        rows = [{"case": c.named(), "numbers": as_dict(n)} for c, n in self._found.items()]
         lines = sorted(json.dumps(row) for row in rows)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
@@ -138,55 +125,21 @@ def _key(case: AnyCase) -> str:
     return json.dumps(case.named(), sort_keys=True)
 
 
+def as_dict(numbers: Any) -> dict[str, Any]:
+    """Numbers by name, of a dataclass or as they are."""
+    return numbers if isinstance(numbers, dict) else asdict(numbers)
+
+
 def _unknown(kind: Callable[..., N]) -> N:
+    if kind is dict:
+        return defaultdict(lambda: float("nan"))  # type: ignore[return-value]
     numbers = [f for f in fields(kind) if f.default is MISSING]  # type: ignore[arg-type]
     return kind(**{f.name: float("nan") for f in numbers})
-
-
-class Number(NamedTuple):
-    """A mean over seeds, and half of its 95% interval; None for one seed."""
-
-    mean: float
-    half: float | None
-
-    def text(self, form: str, factor: float = 1.0) -> str:
-        """For a table: `0.12 ±0.01`."""
-        half = "" if self.half is None else f" ±{format(factor * self.half, form)}"
-        return format(factor * self.mean, form) + half
-
-
-def over(results: Mapping[C, Any] | Results[C, Any], cases: Sequence[C], name: str) -> Number:
-    """A number's mean over cases that differ by their seeds; nan if there are none."""
-    values = [float(getattr(results[case], name)) for case in cases] or [float("nan")]
-    return Number(mean(values), half_width(values))
-
-
-class Timed(Policy):
-    """A policy whose plans are timed: CPU seconds of each."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.seconds: list[float] = []
-        self._policy = policy
-        for name, value in vars(Policy).items():
-            if isinstance(value, bool):  # what it says of itself
-                setattr(self, name, getattr(policy, name))
-
-    def plan(self, view: View, now: float) -> BatchPlan:
-        """The policy's plan."""
-        begin = time.thread_time()
-        plan = self._policy.plan(view, now)
-        self.seconds.append(time.thread_time() - begin)
-        return plan
 
 
 def digits(value: float, count: int = 5) -> float:
     """Rounds to `count` significant digits."""
     return float(f"{float(value):.{count}g}")
-
-
-def shortened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Rounds the values with `digits`, all but integers."""
-    return {name: v if isinstance(v, int) else digits(v) for name, v in values.items()}
 
 
 def say_compiling() -> None:

@@ -14,6 +14,7 @@ from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import RULES, default_limits, policy_under, simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve_lab.experiments.claims.cases import Numbers
 from jaxserve_lab.experiments.common.runs import say_compiling
 
 UNLIMITED = 10**9  # tokens of cache
@@ -21,8 +22,7 @@ UNLIMITED = 10**9  # tokens of cache
 
 @dataclass(frozen=True)
 class InferMaxCase:
-    """One simulation under the rules `infermax_paper`. C is the system's, P as in InferMax's Table
-    1.
+    """A simulation under the rules `infermax_paper`; C is the system's, P that of its Table 1.
 
     Attributes:
         policy: Its name.
@@ -55,36 +55,6 @@ class InferMaxCase:
         return {**asdict(self), "workload": Path(self.workload).name, "switches": switches}
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a case comes to. Times in seconds.
-
-    Attributes:
-        latency: Sum of the batch times (section 4.1).
-        tps: Output tokens over latency.
-        ttft, tpot: Means over requests.
-        tpot_p99: Over the requests' mean TPOTs.
-        batches: Number of batches.
-        preemptions: Of all requests.
-        batch_size: Mean requests of a batch.
-        kv_used: Mean share of M.
-        requests: Number of requests.
-        output_tokens: Of all requests.
-    """
-
-    latency: float
-    tps: float
-    ttft: float
-    tpot: float
-    tpot_p99: float
-    batches: int
-    preemptions: int
-    batch_size: float
-    kv_used: float
-    requests: int
-    output_tokens: int
-
-
 def simulated(case: InferMaxCase, compiled: bool | None = None) -> SimulationResult:
     """Simulates the case, on the same requests each time. compiled: as `simulate` has it.
     ValueError if its policy, parameters, workload or system are unknown, or do not go together."""
@@ -104,20 +74,19 @@ def simulated(case: InferMaxCase, compiled: bool | None = None) -> SimulationRes
 
 
 def run(case: InferMaxCase) -> Numbers:
-    """The numbers of a simulation. ValueError as `simulated`."""
+    """The numbers of a simulation, times in seconds. ValueError as `simulated`."""
     result = simulated(case)
-    summary = result.summary()
-    tpot = result.requests.tpot
-    return Numbers(
-        summary["latency_s"],
-        summary["tps"],
-        summary["mean_ttft_s"],
-        summary["mean_tpot_s"] or 0.0,
-        float(np.quantile(tpot, 0.99)) if len(tpot) else 0.0,
-        summary["num_batches"],
-        summary["num_preemptions"],
-        summary["mean_batch_requests"],
-        summary["mean_kv_used"],
-        summary["num_requests"],
-        summary["output_tokens"],
-    )
+    summary, tpot = result.summary(), result.requests.tpot
+    return {
+        "latency": summary["latency_s"],  # sum of the batch times (section 4.1)
+        "tps": summary["tps"],  # output tokens over latency
+        "ttft": summary["mean_ttft_s"],  # mean over requests
+        "tpot": summary["mean_tpot_s"] or 0.0,  # mean over requests
+        "tpot_p99": float(np.quantile(tpot, 0.99)) if len(tpot) else 0.0,  # over their mean TPOTs
+        "batches": summary["num_batches"],
+        "preemptions": summary["num_preemptions"],  # of all requests
+        "batch_size": summary["mean_batch_requests"],
+        "kv_used": summary["mean_kv_used"],  # share of M
+        "requests": summary["num_requests"],
+        "output_tokens": summary["output_tokens"],
+    }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,7 +15,7 @@ from jaxserve.simulator.optimal.solve import Problem, Solution, solve
 from jaxserve.simulator.simulator import RULES, policy_under
 from jaxserve.simulator.systems.presets import PRESETS
 from jaxserve.simulator.workloads.workload import Workload, all_at_once, fixed_lengths
-from jaxserve_lab.experiments.common.figures import save
+from jaxserve_lab.experiments.common.figures import Panel, save
 
 POLICIES = ("vllm", "vllm+ef", "sarathi_pc", "sarathi_pc+ef")
 SHORT = 32  # up to here the paper's optimum preempts
@@ -49,9 +50,29 @@ class Instance:
         """Number of preemptions of `best`."""
         return self.best.schedule.preemptions
 
-    def above(self, policy: str) -> float:
-        """By what share the policy takes longer than `best`."""
-        return self.policies[policy].latency / self.best.latency - 1
+    def above(self, *policies: str) -> float:
+        """By what share the best of the policies takes longer than `best`."""
+        return min(self.policies[name].latency for name in policies) / self.best.latency - 1
+
+    def row(self) -> list[str]:
+        """Its line of a table."""
+        optimum, ms = self.optimum, "{:.3f}".format
+        assert optimum.objective is not None and optimum.bound is not None
+        row = [f"{self.prompt}", f"{self.kv_tokens}", ms(1e3 * optimum.objective)]
+        row += [ms(1e3 * optimum.bound), optimum.status, f"{self.preemptions}"]
+        row += [f"{len(self.best.schedule)}"]
+        return row + [ms(1e3 * self.policies[name].latency) for name in POLICIES]
+
+    def by_itself(self) -> str:
+        """The command that finds the optimum."""
+        assert self.optimum.objective is not None
+        count = self.best.schedule.tokens.shape[1]
+        return (
+            f"One point by itself, I = {self.prompt}, `latency` "
+            f"{1e3 * self.optimum.objective:.3f} ms (with the extra `optimal`):\n\n"
+            f"    jaxserve optimal --workload=fixed:{self.prompt}x{count}x{count} "
+            f"--kv_tokens={self.kv_tokens} --whole_prompts"
+        )
 
 
 def solve_all(
@@ -87,6 +108,41 @@ def solve_all(
         optimum = solve(problem, warm_start=start.schedule, time_limit=time_limit, workers=workers)
         found.append(Instance(prompt, memory, optimum, policies))
     return found
+
+
+def said(found: Sequence[Instance]) -> dict[str, Any]:
+    """What a page says of the instances."""
+    short = [one for one in found if one.prompt <= SHORT]
+    long = [one for one in found if one.prompt > SHORT]
+
+    def prompts(which: Iterable[Instance]) -> str:
+        return ", ".join(str(one.prompt) for one in which) or "none"
+
+    def above(which: Iterable[Instance], *names: str) -> str:
+        return ", ".join(f"{one.above(*names):.1%} (I = {one.prompt})" for one in which)
+
+    return {
+        "proven": sum(one.optimum.status == "optimal" for one in found),
+        "count": len(found),
+        "preempting": prompts(one for one in found if one.preemptions),
+        "keeping": prompts(one for one in found if not one.preemptions),
+        "short": above(short, "vllm+ef", "sarathi_pc+ef"),
+        "long": above(long, "vllm"),
+        "near": max((one.above("vllm") for one in short), default=0.0),
+        "near_free": max((one.above("vllm+ef") for one in long), default=0.0),
+        "unit": found[0].optimum.unit,
+        "rounding": max(one.optimum.rounding for one in found),
+    }
+
+
+def gaps(found: Sequence[Instance]) -> Panel:
+    """What the policies take over what the best schedule does."""
+    prompts = [one.prompt for one in found]
+    lines = {
+        name: (prompts, [one.policies[name].latency / one.best.latency for one in found])
+        for name in POLICIES
+    }
+    return Panel("latency over the optimum's", "ratio", lines)
 
 
 def draw(instances: Sequence[Instance], path: Path) -> None:

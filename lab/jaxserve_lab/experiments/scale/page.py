@@ -386,7 +386,7 @@ def _make(args: Namespace, known: Path | None) -> Fleets:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, as `write_page`."""
-    parser = flags("scale", __doc__, kind=False)
+    parser = flags("scale", __doc__)
     parser.add_argument("--azure", metavar="DIR", default="", help="folder of the Azure traces")
     parser.add_argument("--requests", type=int, help="of each run (1000000; 2000 with --quick)")
     parser.add_argument("--few", type=int, help="of the short ones (100000; 1000 with --quick)")

@@ -6,10 +6,11 @@ import json
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, TypeVar
 
 from jaxserve.simulator.group_table import aligned
+from jaxserve_lab.experiments.claims.cases import Numbers
 
 C = TypeVar("C")
 
@@ -42,16 +43,15 @@ def _unusual(case: Any) -> dict[str, Any]:
     }
 
 
-def table(cases: Sequence[Any], numbers: Sequence[Any]) -> str:
+def table(cases: Sequence[Any], numbers: Sequence[Numbers]) -> str:
     """A line per number, a column per run, and of two the first over the second. No lists."""
-    found = [asdict(each) for each in numbers]
-    pair = len(found) == 2
+    pair = len(numbers) == 2
     head = ["", *map(label, cases), *(["first over second"] if pair else [])]
     rows = []
-    for name, value in found[0].items():
+    for name, value in numbers[0].items():
         if isinstance(value, tuple):
             continue
-        values = [each[name] for each in found]
+        values = [each[name] for each in numbers]
         cells = [shown(each) for each in values]
         if pair:
             cells.append(shown(values[0] / values[1]) if values[1] else "-")
