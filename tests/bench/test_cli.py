@@ -14,6 +14,7 @@ import pytest
 
 from jaxserve.bench import cli, runs
 from jaxserve.bench.load_target import BenchError, EngineTarget
+from jaxserve.bench.report import text
 from jaxserve.configs import base
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
@@ -48,10 +49,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--model={write_shape(tmp_path_factory.mktemp('shape'), 'opt')}"
 
 
-@pytest.fixture
-def address(tmp_path: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def address(model: str) -> Iterator[str]:
     """A server over a small engine."""
-    with engine(write_shape(tmp_path, "opt")) as running, Server(running, grace_s=0.0) as server:
+    shape = Path(model.removeprefix("--model="))
+    with engine(shape) as running, Server(running, grace_s=0.0) as server:
         yield server.address
 
 
@@ -99,6 +101,8 @@ def test_throughput(bench: Callable[..., dict[str, Any]], model: str) -> None:
     assert steps["all"]["host_ms"]["p50"] > 0
     assert found["engine"]["compiles_after_warmup"] == 0
     assert found["engine"]["preemptions"] == 0
+    said = text(found)
+    assert "output tokens/s" in said and "host work in it" in said and "preemptions" in said
 
 
 def test_latency(bench: Callable[..., dict[str, Any]], model: str) -> None:
@@ -328,14 +332,6 @@ def test_more_requests_than_rows_of_the_file(
     file.write_text("prompt_tokens,output_tokens\n9,5\n")
     assert cli.main(["load", model, "--rate=1", f"--lengths={file}", "--num_requests=2"]) == 2
     assert "2 requests are asked for, of 1 lengths" in capsys.readouterr().err
-
-
-def test_without_json_the_summary_is_for_people(
-    model: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["throughput", model, *SMALL, *LENGTHS, "--repeats=1"]) == 0
-    out = capsys.readouterr().out
-    assert "output tokens/s" in out and "host work in it" in out and "preemptions" in out
 
 
 @pytest.mark.parametrize("count", [1, 6, 32])

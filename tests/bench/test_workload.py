@@ -1,4 +1,4 @@
-"""Arrivals and lengths (jaxserve/simulator/workloads/workload.py)."""
+"""Arrivals, lengths and shared prompts of a load (jaxserve/simulator/workloads/workload.py)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.bench.load_target import random_jobs
 from jaxserve.sched.slo.classes import draw_terms, parse_classes
 from jaxserve.sched.slo.slo_columns import SloColumns
+from jaxserve.simulator.workloads.prefixes import Prefixes
+from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import (
     Lengths,
     Workload,
@@ -122,3 +125,22 @@ def test_parts_of_a_workload_keep_what_they_ask_for() -> None:
     short = made.within(11)
     assert short.output_len.tolist() == short.limit.tolist() == [2] * 200
     assert (short.slo_class == made.slo_class).all()
+
+
+def test_prompts_share_prompts_and_stand_ins_for_answers() -> None:
+    lengths = Lengths(np.array([4, 9, 8, 7]), np.full(4, 3))
+    prefixes = Prefixes(np.array([-1, 0, 1, 0]), np.array([0, 6, 5, 7]))
+    made = Workload.create(all_at_once(4), lengths, prefixes=prefixes)
+    jobs = random_jobs(made, 10**9, np.random.default_rng(0))
+    first, second, third, fourth = (job.prompt for job in jobs)
+    assert [len(job.prompt) for job in jobs] == [4, 9, 8, 7]
+    assert second[:4] == first and third[:5] == second[:5] and fourth[:6] == second[:6]
+    assert third[5] != second[5] and fourth[6] != second[6]
+
+
+def test_prompts_that_share_nothing_are_as_they_were() -> None:
+    made = WorkloadSpec("alpaca", 5).make_workload()
+    rng = np.random.default_rng(1)
+    expected = [tuple(rng.integers(0, 99, n).tolist()) for n in made.prompt_len.tolist()]
+    jobs = random_jobs(made, 99, np.random.default_rng(1))
+    assert [job.prompt for job in jobs] == expected

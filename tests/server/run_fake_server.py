@@ -1,5 +1,4 @@
-"""A server process over the fake engine, which does what it is told on stdin: step, fail, lose, or
-frozen, which says how many objects are out of the garbage collector's sight.
+"""A server process over the fake engine.
 
 argv: the grace period in seconds, and fields of the config, SECTION.NAME=VALUE. Prints its address
 once it takes calls, and that for HTTP where there is one.
@@ -7,14 +6,11 @@ once it takes calls, and that for HTTP where there is one.
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
 from typing import Any
 
 from jaxserve.config import Config
 from jaxserve.config.tree import DEFAULTS
-from jaxserve.engine.errors import HostLost
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.http.options import http_settings
 from jaxserve.server.requests.options import server_options
@@ -38,19 +34,6 @@ def main() -> int:
         fields[path.replace(".", "__")] = type(DEFAULTS[path])(value)
     config = Config().with_fields(**fields)
 
-    def obey() -> None:
-        for line in sys.stdin:
-            if line == "step\n":
-                engine.wait(lambda: engine.live)
-                engine.step()
-            elif line == "fail\n":
-                engine.fail(RuntimeError("told to"))
-            elif line == "frozen\n":
-                print(gc.get_freeze_count(), flush=True)
-            elif line == "lose\n":
-                engine.lose(HostLost("host 1 is gone"))
-
-    threading.Thread(target=obey, daemon=True).start()
     log_to_stderr(config.telemetry.log_format)
     http, access = http_settings(config), access_settings(config.server)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpc
@@ -19,14 +18,13 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import Observer, RequestStats
 from jaxserve.sched.request import SLO, Request, SamplingParams
-from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.proto import batches_pb2, batches_pb2_grpc
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
 from tests.deploy.engine import Engine as BackloggedEngine
 from tests.engine.harness import engine as small_engine
 from tests.engine.harness import wait_until_idle, write_shape
-from tests.server.batches.journals import opened
+from tests.server.batches.serving import serving
 from tests.server.http.conftest import SETTINGS, Plain
 from tests.server.processes import PATIENCE
 from tests.server.test_one_path import GENERATE, on_ray, upload
@@ -52,19 +50,16 @@ class Doors(NamedTuple):
     channel: grpc.Channel
 
 
-@pytest.fixture
-def doors(tmp_path: Path) -> Iterator[Doors]:
+@pytest.fixture(scope="module")
+def doors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doors]:
     engine = Watched()
     engine.run()
-    with opened(tmp_path) as journal:
-        settings = BatchSettings(journal, in_flight=4, keep_s=1e9)
-        with (
-            Server(engine, grace_s=0.0, http=SETTINGS, batches=settings) as server,
-            Client(server.address) as client,
-            grpc.insecure_channel(server.address) as channel,
-        ):
-            assert server.http_address is not None
-            yield Doors(engine, server, Plain(server.http_address), client, channel)
+    with (
+        serving(engine, tmp_path_factory.mktemp("batches"), http=SETTINGS) as server,
+        Client(server.address) as client,
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        yield Doors(engine, server, Plain(server), client, channel)
 
 
 def posting(path: str, **body: Any) -> Callable[[Doors], Watched]:
@@ -197,9 +192,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slow]:
             Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server,
             Client(server.address) as client,
         ):
-            assert server.http_address is not None
             patch.setattr(server._tracker, "_clock", clock)
-            yield Slow(engine, client, Plain(server.http_address))
+            yield Slow(engine, client, Plain(server))
 
 
 class Ended(Observer):

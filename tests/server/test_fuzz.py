@@ -29,14 +29,13 @@ from jaxserve.config.config_dict import config_from_config_dict
 from jaxserve.configs import tiny_cpu
 from jaxserve.engine.startup.build import build_engine
 from jaxserve.sched.request import SLO, Tier
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.journal import Journal
 from jaxserve.server.http.options import HttpSettings
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from tests.server import hostile
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import PATIENCE, FakeEngine
 
 MINUTES = float(os.environ.get("JAXSERVE_FUZZ_MINUTES", "0"))
@@ -124,27 +123,21 @@ def engine() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def target(engine: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    journal = Journal(tmp_path_factory.mktemp("batches"), max_bytes=1 << 24)
-    template = ChatTemplate(TEMPLATE)
-    http_settings = HttpSettings(port=0, template=template, limits=SchedulerConfig(max_rows=16))
+    template, errors = ChatTemplate(TEMPLATE), Errors()
     classes = {"offline": ServiceLevel(SLO(jct=60.0), Tier.BEST_EFFORT, "offline")}
-    errors = Errors()
+    options: dict[str, Any] = {
+        "http": HttpSettings(port=0, template=template, limits=SchedulerConfig(max_rows=16)),
+        "slo_classes": classes,
+        "options": ServerOptions(request_log=True),
+    }
     logging.getLogger().addHandler(errors)
     with (
-        Server(
-            engine,
-            grace_s=0.0,
-            http=http_settings,
-            slo_classes=classes,
-            batches=BatchSettings(journal, in_flight=4, keep_s=3600.0),
-            options=ServerOptions(request_log=True),
-        ) as server,
+        serving(engine, tmp_path_factory.mktemp("batches"), max_bytes=1 << 24, **options) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         yield Target(server, channel, errors)
     logging.getLogger().removeHandler(errors)
     template.close()
-    journal.close()
 
 
 def hammered(strategy: st.SearchStrategy[Any], examples: int, send: Callable[[Any], None]) -> None:
@@ -213,7 +206,7 @@ def test_hostile_files_make_batches_whose_lines_fail_by_themselves(target: Targe
 
     names = hostile.TEXTS.filter(lambda text: '"' not in text and len(text) < 300)
     metadata = st.none() | st.dictionaries(hostile.TEXTS, hostile.TEXTS, max_size=3)
-    hammered(st.tuples(hostile.batch_files(), names, metadata), 25, send)
+    hammered(st.tuples(hostile.batch_files(), names, metadata), 15, send)
 
 
 PATHS = (

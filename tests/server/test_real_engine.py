@@ -214,18 +214,21 @@ def test_the_engines_limits_reach_the_client(real: Engine, served: Client) -> No
 
 
 def test_serve_py_prints_where_it_is_and_serves_until_sigterm() -> None:
-    with serve() as server:
+    """Platforms that are not there are no news."""
+    with serve(JAX_PLATFORMS="") as server:
         assert "tiny-stories" in server.printed and "policy   goodput" in server.printed
         with Client(server.address) as client:
             (completion,) = client.complete("Once upon a time", max_tokens=8)
             assert completion.text
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(PATIENCE) == 0
+        assert server.process.stderr is not None
+        said = server.process.stderr.read()
+        assert said.endswith("stopping: nothing runs\n") and "WARNING" not in said, said
 
 
 def test_what_cannot_be_served_is_one_line() -> None:
-    """Platforms that are not there are no news, but where they are asked for. What `build_engine`
-    refuses is all in tests/engine/startup/test_build.py; this is the way out."""
-    assert "model.path: no such" in refused("--model=no/such/one", JAX_PLATFORMS="")
+    """Of a platform that is asked for and not there. What `build_engine` refuses is all in
+    tests/engine/startup/test_build.py; this is the way out."""
     said = refused(JAX_PLATFORMS="cuda")
     assert said.startswith("serve.py: JAX_PLATFORMS=cuda: there is no such device")

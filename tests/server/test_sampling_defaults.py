@@ -17,11 +17,10 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.client import Client, make_line
 from jaxserve.client import chat as chat_command
 from jaxserve.client import cli as commands
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.journal import Journal
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from jaxserve.server.startup import launch
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import INFO, PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 from tests.server.http.openai.test_batches import line, upload
@@ -46,11 +45,8 @@ def engine(request: pytest.FixtureRequest) -> FakeEngine:
 
 @pytest.fixture
 def server(engine: FakeEngine, tmp_path: Path) -> Iterator[Server]:
-    journal = Journal(tmp_path, max_bytes=1 << 20)
-    batches = BatchSettings(journal, in_flight=4, keep_s=3600.0)
-    with Server(engine, grace_s=0.0, http=SETTINGS, batches=batches) as server:
+    with serving(engine, tmp_path, http=SETTINGS) as server:
         yield server
-    journal.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +18,6 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import KEYS_VARIABLE, Access, access_settings
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.journal import Journal
 from jaxserve.server.http.transport import http_server, protocol
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
@@ -29,6 +26,7 @@ from jaxserve_lab.bench.stress.abuse import Row
 from jaxserve_lab.bench.stress.attacks import Tried
 from jaxserve_lab.bench.stress.faulty_server import Saboteur
 from tests.server.access.test_keys import key
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import FakeEngine, step_stats
 from tests.server.http.conftest import SETTINGS
 
@@ -36,7 +34,7 @@ from tests.server.http.conftest import SETTINGS
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     engine = FakeEngine()
     options = ServerOptions(max_calls=64)
@@ -65,16 +63,9 @@ def test_bytes_that_are_no_message_are_all_refused(
 def two_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(KEYS_VARIABLE, tenants.key_lines())
     access = access_settings(ServerConfig())
-    journal = Journal(tmp_path, 1 << 30)
-    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
-    with (
-        contextlib.closing(journal),
-        Server(
-            FakeEngine().run(), grace_s=0.0, http=SETTINGS, batches=settings, access=access
-        ) as s,
-    ):
-        assert s.http_address is not None
-        yield s.http_address
+    with serving(FakeEngine().run(), tmp_path, http=SETTINGS, access=access) as server:
+        assert server.http_address is not None
+        yield server.http_address
 
 
 def test_a_key_that_wants_all_gets_its_own(two_keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +165,6 @@ def test_the_table_says_what_did_not_hold() -> None:
     cells = "calls at once 1 OK, 7,999 RESOURCE_EXHAUSTED 0.50 s 20 ms 9 ms +3 MiB +1 MiB 4 yes"
     assert " ".join(lines[1].split()) == cells
     assert lines[3:] == ["SIGTERM, unread: it took too long"]
-
-
-def test_wrong_flags_are_found_before_any_server_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(abuse, "run", lambda flags: pytest.fail("it ran"))
-    assert cli.main(["abuse", "--config.scheduler.polcy=x"]) == 2
-    assert "did you mean scheduler.policy" in capsys.readouterr().err
 
 
 def test_its_exit_code_says_whether_all_held(

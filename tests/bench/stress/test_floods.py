@@ -3,7 +3,6 @@ another key's waits."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +15,10 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.options import KEYS_VARIABLE, access_settings
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.journal import Journal
-from jaxserve.server.server import Server
 from jaxserve_lab.bench.stress import abuse, floods, tenants
 from jaxserve_lab.bench.stress.attacks import Tried
 from jaxserve_lab.bench.stress.floods import COMPLETIONS, Asked, Flood
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -41,13 +38,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv(KEYS_VARIABLE, tenants.key_lines())
     engine = Strict(max_requests=1000)
     monkeypatch.setattr(engine, "max_text_bytes", lambda: None)
-    journal = Journal(tmp_path, 1 << 30)
-    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
     access = access_settings(ServerConfig())
-    with (
-        contextlib.closing(journal),
-        Server(engine.run(), grace_s=0.0, http=SETTINGS, batches=settings, access=access) as made,
-    ):
+    with serving(engine.run(), tmp_path, http=SETTINGS, access=access) as made:
         yield SimpleNamespace(http_address=made.http_address)
 
 
@@ -68,6 +60,8 @@ def test_calls_end_as_they_are_meant_to(
 ) -> None:
     """But for the time, which is the machine's."""
     monkeypatch.setattr(floods, "MIB", 1 << 14)
+    monkeypatch.setattr(floods, "IDLE", 2)
+    monkeypatch.setattr(floods, "FLOOD_S", 3.0)
     tried = floods.FLOODS[name](server)
     assert [each for each in tried.problems if "waited for" not in each] == []
     assert tried.codes and all(code.startswith("crowd ") for code in tried.codes)

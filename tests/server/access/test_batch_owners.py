@@ -16,11 +16,11 @@ import pytest
 from jaxserve.client import Client, ServerError, make_line
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import NewLine, Position, UnknownBatch
 from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
+from tests.server.batches.serving import serving as with_batches
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -29,13 +29,7 @@ KEYS = Keys(fixed=[key("alice"), key("bob")])
 
 @contextlib.contextmanager
 def serving(directory: Path, keys: Keys) -> Iterator[Server]:
-    engine, journal = FakeEngine(), Journal(directory, max_bytes=1 << 20)
-    settings, access = BatchSettings(journal, in_flight=4, keep_s=3600.0), Access(keys)
-    with (
-        contextlib.closing(journal),
-        Server(engine, grace_s=0.0, http=SETTINGS, batches=settings, access=access) as server,
-    ):
-        engine.run()
+    with with_batches(FakeEngine().run(), directory, http=SETTINGS, access=Access(keys)) as server:
         yield server
 
 

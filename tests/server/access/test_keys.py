@@ -1,17 +1,33 @@
-"""Who is let in, and how often."""
+"""Keys: who is let in and how often, their lines of text, and `jaxserve keys`."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
+from jaxserve.commands.keys import main
 from jaxserve.config import ConfigError, ServerConfig
 from jaxserve.server.access.api_keys import Keys, RateLimited, TooManyRequests, Unauthenticated
-from jaxserve.server.access.key_file import ApiKey, digest_of
+from jaxserve.server.access.key_file import (
+    BEST_EFFORT,
+    LIMITS,
+    MAX_LIMIT,
+    NAME,
+    TIERS,
+    ApiKey,
+    digest_of,
+    make_key,
+    new_secret,
+    parse_line,
+    parse_lines,
+)
 from jaxserve.server.access.options import access_settings
 
 
@@ -259,3 +275,168 @@ def test_keys_that_cannot_be_read_are_one_line(
     with pytest.raises(ConfigError, match=r"^JAXSERVE_API_KEYS, line 1: a line is") as error:
         settings()
     assert "itself" not in str(error.value)
+
+
+LIMIT = st.integers(0, MAX_LIMIT)
+HASH = digest_of(b"a")
+
+
+ADAPTERS = st.sampled_from(["", "-", "law", "law,sql-2.1"])
+OTHERS = {
+    "tier": st.sampled_from(TIERS),
+    "class": st.sampled_from(["", "chat", "x" * 64]),
+    "default_tier": st.sampled_from(["", BEST_EFFORT]),
+    "adapters": ADAPTERS,
+    "admin": st.integers(0, 1),
+}
+ANY = st.fixed_dictionaries({each: LIMIT for each in LIMITS} | OTHERS)
+
+
+@hypothesis.given(st.from_regex(NAME, fullmatch=True), st.binary(), ANY)
+def test_what_is_written_is_read(name: str, secret: bytes, limits: dict[str, Any]) -> None:
+    key = make_key(name, digest_of(secret), limits)
+    assert parse_line(key.line()) == key
+    assert parse_line(f"  {key.line()}  # of whom") == key
+
+
+@hypothesis.given(st.text())
+def test_any_text_is_read_or_refused_in_a_line(text: str) -> None:
+    try:
+        keys = parse_lines(text, "the file")
+    except ValueError as error:
+        assert re.fullmatch(r"the file, line \d+: .+", str(error))
+    else:
+        assert all(isinstance(each, ApiKey) for each in keys)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("alice", "line 1: a line is a name, sha256:HASH, and limits"),
+        ("\nalice jx-secret", "line 2: alice: the second word must be sha256: and 64 hex digits"),
+        (f"al/ice sha256:{HASH}", "a name has 1 to 64 of"),
+        (f"alice sha256:{HASH} rate=0", "rate: must be 1 to 1000000, got '0'"),
+        (f"alice sha256:{HASH} rate=1000001", "rate: must be 1 to 1000000, got '1000001'"),
+        (f"alice sha256:{HASH} rate=0000000199999999", "rate: must be 1 to 1000000"),
+        (f"alice sha256:{HASH} rate={'9' * 5000}", "rate: must be 1 to 1000000, got '99"),
+        (f"alice sha256:{HASH} tier=gold", "tier: must be realtime or best_effort, got 'gold'"),
+        (f"alice sha256:{HASH} class=a/b", "class: must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a/b'"),
+        (f"alice sha256:{HASH} class=", "class: must be 1 to 64 of A-Z a-z 0-9 _ -, got ''"),
+        (f"alice sha256:{HASH} default_tier=x", "default_tier: must be realtime or best_effort"),
+        (
+            f"alice sha256:{HASH} tier=best_effort default_tier=realtime",
+            "default_tier: realtime contradicts tier=best_effort",
+        ),
+        (f"alice sha256:{HASH} rate=x", "rate: must be 1 to 1000000, got 'x'"),
+        (f"alice sha256:{HASH} admin=2", "admin: must be 1, got '2'"),
+        (f"alice sha256:{HASH} rate=1 rate=2", "'rate' is not a limit, or there twice"),
+        (f"alice sha256:{HASH} speed=1", "'speed' is not a limit"),
+        (f"a sha256:{HASH}\nb sha256:{HASH}", "line 2: b and a have the same hash"),
+        (f"a sha256:{HASH}\na sha256:{'0' * 64}", "line 2: there are two keys named a"),
+    ],
+)
+def test_a_line_that_is_wrong_is_one_line(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        parse_lines(text, "the file")
+    assert "\n" not in str(error.value) and "jx-secret" not in str(error.value)
+
+
+def test_the_page_has_every_limit() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "http.md").read_text()
+    rows = [row.split("|")[1] for row in page.splitlines() if row.startswith("| `")]
+    listed = {name for cell in rows for name in re.findall(r"`(\w+)", cell)}
+    assert set(LIMITS) <= listed
+
+
+def test_a_key_is_long_and_another_one_each_time() -> None:
+    keys = {new_secret() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(re.fullmatch(r"jx-[A-Za-z0-9_-]{43}", key) for key in keys)
+
+
+def test_a_key_opens_the_server_that_has_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    assert main(["new", "alice", "--rate=60", "--files=5", f"--file={path}"]) == 0
+    alice = capsys.readouterr().out.strip()
+    assert path.stat().st_mode & 0o777 == 0o600 and alice not in path.read_text()
+    path.write_text(path.read_text() + "# and a friend")
+    path.chmod(0o640)
+    assert main(["new", "bob", f"--file={path}"]) == 0
+    bob = capsys.readouterr().out.strip()
+    keys = Keys(path)
+    assert keys.caller(f"Bearer {alice}".encode()).name == "alice"
+    assert keys.caller(f"Bearer {bob}".encode()).name == "bob"
+    assert main(["list", f"--file={path}"]) == 0
+    digest = digest_of(alice.encode())[:8]
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"alice  {digest}...  rate 60, files 5"
+    assert re.fullmatch(r"bob    [0-9a-f]{8}\.\.\.  no limits", second)
+    assert main(["revoke", "alice", f"--file={path}"]) == 0
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.read_text().startswith("# and a friend\nbob sha256:")
+    with pytest.raises(Unauthenticated):
+        Keys(path).caller(f"Bearer {alice}".encode())
+    assert [each.name for each in tmp_path.iterdir()] == ["keys"]
+
+
+def test_a_key_has_a_class_and_a_tier_for_who_says_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "keys"
+    words = ["--class=interactive", "--default_tier=best_effort"]
+    assert main(["new", "alice", *words, f"--file={path}"]) == 0
+    (key,) = parse_lines(path.read_text(), "keys")
+    assert (key.slo_class, key.default_tier, key.tier) == ("interactive", "best_effort", "realtime")
+    assert main(["list", f"--file={path}"]) == 0
+    assert "class interactive, default_tier best_effort" in capsys.readouterr().out
+
+
+def test_without_a_file_the_line_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "alice", "--concurrency=4"]) == 0
+    secret, line = capsys.readouterr().out.splitlines()
+    key = parse_line(line)
+    assert key is not None and (key.name, key.rate, key.concurrency) == ("alice", 0, 4)
+    assert key.digest == digest_of(secret.encode())
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        ("new alice --class=a/b", 2, "--class: must be 1 to 64 of A-Z a-z 0-9 _ -, got 'a/b'"),
+        ("new alice --tier=best_effort --default_tier=realtime", 2, "contradicts tier=best_effort"),
+        ("", 2, "new|list|revoke"),
+        ("new", 2, "name"),
+        ("new al/ice", 2, "a name has 1 to 64 of"),
+        ("new alice --rate=0", 2, "--rate: must be 1 to 1000000, got '0'"),
+        ("new alice --rate=", 2, "--rate: must be 1 to 1000000, got ''"),
+        ("new alice --file=FOLDER", 2, "is a folder"),
+        ("new alice --file=FILE", 1, "two keys named alice; revoke the old one first"),
+        ("revoke bob --file=FILE", 1, "has no key named bob"),
+        ("list --file=NONE", 1, "No such file"),
+        ("list --file=BAD", 1, "BAD, line 1: a line is"),
+        ("list", 2, "--file"),
+    ],
+)
+def test_what_is_refused_is_one_line(
+    tmp_path: Path, words: str, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["new", "alice", f"--file={tmp_path / 'FILE'}"])
+    before = (tmp_path / "FILE").read_text()
+    (tmp_path / "BAD").write_text("bad")
+    (tmp_path / "FOLDER").mkdir()
+    capsys.readouterr()
+    try:
+        got = main([word.replace("--file=", f"--file={tmp_path}/") for word in words.split()])
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        got = stopped.code
+    out, error = capsys.readouterr()
+    assert (
+        (got, out) == (code, "")
+        and says in error
+        and re.match("jaxserve.keys( new| list)?: ", error)
+    )
+    assert (tmp_path / "FILE").read_text() == before
+    assert len(parse_lines(before, "")) == 1

@@ -9,7 +9,6 @@ import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
-import openai
 import pytest
 
 from jaxserve import client as api
@@ -96,14 +95,6 @@ def test_http_and_metrics_are_encrypted(one_way: Server, authority: Authority) -
         with pytest.raises((http.client.HTTPException, OSError)):
             plain.getresponse()
         plain.close()
-
-
-def test_openai_s_client_streams_over_it(one_way: Server, authority: Authority) -> None:
-    trust = openai.DefaultHttpxClient(verify=trusting(authority.pair.cert))
-    url = f"https://{one_way.http_address}/v1"
-    with openai.OpenAI(base_url=url, api_key="alice", http_client=trust, max_retries=0) as client:
-        stream = client.completions.create(model="fake", prompt="a", max_tokens=3, stream=True)
-        assert "".join(chunk.choices[0].text for chunk in stream) == " w0 w1 w2"
 
 
 def test_silent_handshakes_make_room(

@@ -25,7 +25,7 @@ from jaxserve.server.batches.records import (
     Position,
     UnknownBatch,
 )
-from tests.server.batches.journals import ROOM, START, lines, opened
+from tests.server.batches.serving import ROOM, START, lines, opened
 
 
 @pytest.fixture

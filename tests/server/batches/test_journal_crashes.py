@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import BatchConflict, NewLine, Outcome, UnknownBatch
-from tests.server.batches.journals import ROOM, START, lines, opened
+from tests.server.batches.serving import ROOM, START, lines, opened
 
 State = dict[str, tuple]
 BATCHES = ("a", "b")

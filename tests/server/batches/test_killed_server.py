@@ -12,8 +12,8 @@ from jaxserve.client import Client
 from jaxserve.client.batch_results import ResultsFile
 from jaxserve.client.cli import batch
 from jaxserve.server.batches.records import BatchState
-from tests.server.batches.journals import opened
 from tests.server.batches.relay import Relay
+from tests.server.batches.serving import opened
 from tests.server.processes import serve
 
 COUNT, LENGTHS = 500, (1, 2, 3, 5)

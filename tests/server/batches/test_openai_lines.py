@@ -16,12 +16,8 @@ from jaxserve.client import ServerError, openai_batch
 from jaxserve.client.cli import batch
 from jaxserve.client.http_calls import HttpCalls
 from jaxserve.client.openai_batch import OpenAiBatch
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.server import Server
-from tests.server.batches.journals import opened
-from tests.server.batches.prompt_files import command
 from tests.server.batches.relay import Relay
-from tests.server.batches.serving import PATIENCE
+from tests.server.batches.serving import PATIENCE, command, serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -31,11 +27,9 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 @contextmanager
 def server(engine: FakeEngine, folder: Path) -> Iterator[str]:
     """The address of its HTTP."""
-    with opened(folder) as journal:
-        settings = BatchSettings(journal, 4, 1e9)
-        with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings) as running:
-            assert running.http_address is not None
-            yield running.http_address
+    with serving(engine, folder, http=SETTINGS) as running:
+        assert running.http_address is not None
+        yield running.http_address
 
 
 @pytest.fixture
@@ -129,24 +123,21 @@ class Flaky(HttpCalls):
 
 
 @pytest.mark.parametrize("fault", ["call", "answer"])
-@pytest.mark.parametrize("number", range(1, 8))
 def test_each_line_is_done_once_whichever_answer_is_lost(
-    address: str,
-    engine: FakeEngine,
-    tmp_path: Path,
-    number: int,
-    fault: str,
-    monkeypatch: pytest.MonkeyPatch,
+    address: str, engine: FakeEngine, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But the first, which asks whether anybody is there."""
     engine.run()
-    monkeypatch.setattr(openai_batch, "FIRST_WAIT_S", 0.01)
-    path = write(tmp_path, *(line(f"{n}") for n in range(3)))
-    calls = Flaky(address, {number: fault})
-    with OpenAiBatch(calls, path, tmp_path / "results.jsonl", PATIENCE) as run:
-        run.run()
-    assert [each["custom_id"] for each in results(path)] == list("012")
-    assert len(engine.requests) == 3
+    monkeypatch.setattr(openai_batch, "FIRST_WAIT_S", 0.001)
+    for number in range(1, 8):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        names = [f"{number} {n}" for n in range(3)]
+        path, calls = write(folder, *map(line, names)), Flaky(address, {number: fault})
+        with OpenAiBatch(calls, path, folder / "results.jsonl", PATIENCE) as run:
+            run.run()
+        assert [each["custom_id"] for each in results(path)] == names
+        assert len(engine.requests) == 3 * number
 
 
 def test_cancelled_the_same_command_begins_another(

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve.config import Config, ConfigError, SchedulerConfig, ServerConfig
-from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.options import batch_directory, open_batches
-from tests.server.processes import refused
 
 
 def test_each_port_has_a_directory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,10 +81,3 @@ def test_what_is_in_range_is_what_the_server_gets(tmp_path: Path) -> None:
         assert batches is not None and batches.in_flight == 9
     with open_batches(ServerConfig(batch_dir=""), scheduler) as batches:
         assert batches is None
-
-
-def test_a_second_server_is_one_line_before_the_model_is_loaded(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 1)
-    said = refused(f"--config.server.batch_dir={tmp_path}")
-    journal.close()
-    assert said.startswith(f"serve.py: server.batch_dir: {tmp_path}: in use by another")

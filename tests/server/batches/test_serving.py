@@ -23,8 +23,7 @@ from jaxserve.server.proto import batches_pb2_grpc
 from jaxserve.server.requests.call_outcome import CallOutcome
 from jaxserve.server.requests.engine_requests import RequestFields
 from jaxserve.server.server import Server
-from tests.server.batches.journals import opened
-from tests.server.batches.serving import PATIENCE, STATE, CallerBatches, batch_server
+from tests.server.batches.serving import PATIENCE, STATE, CallerBatches, batch_server, opened
 from tests.server.fake_engine import FIRST, FakeEngine
 
 
@@ -136,25 +135,13 @@ def test_results_come_in_the_order_of_lines(door: CallerBatches, engine: FakeEng
     pages = door.pages("b", follow=True)
     engine.step()  # line 1 is done
     assert next(p for p in pages if p.status.done == 1).status.running == 2
+    assert [r.line for r in door.results("b", follow=False)] == [1], "what is there, at once"
     engine.step()  # line 0
     assert [r.line for r in next(p for p in pages if p.results).results] == [0, 1]
     assert [r.line for r in door.results("b", follow=False)] == [0, 1]
     engine.step()
     assert [r.line for p in pages for r in p.results] == [2]
     assert [r.line for r in door.results("b", first=1)] == [1, 2]
-
-
-def test_what_is_there_is_told_at_once_without_follow(
-    door: CallerBatches, engine: FakeEngine
-) -> None:
-    door.submit("b", [line(max_tokens=2), line(max_tokens=1)])
-    engine.wait(lambda: len(engine.live) == 2)
-    pages = door.pages("b", follow=True)
-    engine.step()
-    next(page for page in pages if page.status.done)
-    (page, last) = door.pages("b", follow=False)
-    assert [result.line for result in page.results] == [1]
-    assert not last.results
 
 
 def test_many_results_take_many_messages(
@@ -180,18 +167,6 @@ def test_a_large_batch_goes_in_several_calls(door: CallerBatches, engine: FakeEn
     assert ["".join(map(chr, request.prompt)) for request in engine.requests] == expected
 
 
-def test_a_submission_that_is_repeated_is_served_once(
-    door: CallerBatches, engine: FakeEngine
-) -> None:
-    engine.run()
-    lines = [line(f"prompt {i}", max_tokens=1) for i in range(3)]
-    for _ in range(2):
-        door.submit("b", lines)
-    assert len(door.results("b")) == 3
-    door.submit("b", lines)
-    assert len(engine.requests) == 3
-
-
 def test_without_an_id_the_server_makes_one_up(door: CallerBatches, engine: FakeEngine) -> None:
     engine.run()
     names = {door.submit("", [line(max_tokens=1)]).batch_id for _ in range(2)}
@@ -206,29 +181,29 @@ def unknown(batch_id: str) -> pb.CancelBatchRequest:
     return pb.CancelBatchRequest.FromString(message.SerializeToString() + b"\xc8\x01\x05")
 
 
-@pytest.mark.parametrize(
-    ("call", "code", "words"),
-    [
-        (lambda door: door.submit("x" * 129, ["hi"]), "INVALID_ARGUMENT", "batch_id: has 129"),
-        (lambda door: door.status("x" * 129), "INVALID_ARGUMENT", "batch_id: has 129"),
-        (lambda door: door.cancel("x" * 20_000), "INVALID_ARGUMENT", "batch_id: has 20000"),
-        (lambda door: door.delete("x" * 129), "INVALID_ARGUMENT", "batch_id: has 129"),
-        (lambda door: door.stub.CancelBatch(unknown("b")), "INVALID_ARGUMENT", "number 25 is unkn"),
-        (lambda door: door.submit("b", first=-1), "INVALID_ARGUMENT", "first_line: must be at lea"),
-        (lambda door: door.status("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
-        (lambda door: door.cancel("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
-        (lambda door: door.delete("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
-        (lambda door: door.submit("b", ["hi"], first=2), "OUT_OF_RANGE", "go on at 1, not at 2"),
-        (lambda door: door.submit("b", ["ho"]), "ALREADY_EXISTS", "line 0 .* another one"),
-        (lambda door: door.submit("b", ["hi", "ho"]), "FAILED_PRECONDITION", "takes no more lines"),
-        (lambda door: door.delete("b"), "FAILED_PRECONDITION", "cancel it first"),
-    ],
-)
-def test_refusals(door: CallerBatches, call, code: str, words: str) -> None:
+REFUSED = [
+    (lambda door: door.submit("x" * 129, ["hi"]), "INVALID_ARGUMENT", "batch_id: has 129"),
+    (lambda door: door.status("x" * 129), "INVALID_ARGUMENT", "batch_id: has 129"),
+    (lambda door: door.cancel("x" * 20_000), "INVALID_ARGUMENT", "batch_id: has 20000"),
+    (lambda door: door.delete("x" * 129), "INVALID_ARGUMENT", "batch_id: has 129"),
+    (lambda door: door.stub.CancelBatch(unknown("b")), "INVALID_ARGUMENT", "number 25 is unkn"),
+    (lambda door: door.submit("b", first=-1), "INVALID_ARGUMENT", "first_line: must be at lea"),
+    (lambda door: door.status("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
+    (lambda door: door.cancel("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
+    (lambda door: door.delete("c"), "NOT_FOUND", "batch_id: there is no batch 'c'"),
+    (lambda door: door.submit("b", ["hi"], first=2), "OUT_OF_RANGE", "go on at 1, not at 2"),
+    (lambda door: door.submit("b", ["ho"]), "ALREADY_EXISTS", "line 0 .* another one"),
+    (lambda door: door.submit("b", ["hi", "ho"]), "FAILED_PRECONDITION", "takes no more lines"),
+    (lambda door: door.delete("b"), "FAILED_PRECONDITION", "cancel it first"),
+]
+
+
+def test_refusals(door: CallerBatches) -> None:
     door.submit("b", ["hi"])
-    with pytest.raises(grpc.RpcError, match=words) as error:
-        call(door)
-    assert error.value.code().name == code
+    for call, code, words in REFUSED:
+        with pytest.raises(grpc.RpcError, match=words) as error:
+            call(door)
+        assert error.value.code().name == code
 
 
 def test_a_server_without_a_directory_refuses_batches(server: Server) -> None:

@@ -1,18 +1,17 @@
-"""`jaxserve.client`: the class and the command line."""
+"""`jaxserve.client`: the class, the command line, and what it says of who calls."""
 
 from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from jaxserve.client import Client, Unreachable, make_request
+from jaxserve.client import Client, Tls, make_request
 from jaxserve.client.cli import complete
+from jaxserve.client.connection import key_metadata
 from jaxserve.sched.request import SLO, Grammar, Tier
 from jaxserve.server.server import Server
 from tests.server.fake_engine import INFO, FakeEngine
@@ -39,18 +38,6 @@ def test_what_is_served_is_shown(server: Server, capsys: pytest.CaptureFixture[s
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert shown["model"] == INFO.model and shown["num_blocks"] == str(INFO.num_blocks)
     assert shown["cost_model"] == INFO.cost_model
-
-
-def test_the_module_runs_from_a_shell(server: Server, engine: FakeEngine) -> None:
-    engine.run()
-    command = [sys.executable, "-m", "jaxserve", "complete", "--address", server.address]
-    done = subprocess.run([*command, "hi", "--max_tokens=1"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "hi w0\n", "")
-
-
-def test_the_client_does_not_import_jax() -> None:
-    script = "import sys, jaxserve.client.cli; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
 def test_several_continuations_are_numbered(
@@ -105,26 +92,21 @@ def test_every_flag_reaches_the_engine(
     assert "prompt_cache_key: has 257 characters" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("flags", "grammar"),
-    [
-        (['--json_schema={"type": "integer"}'], Grammar.json_schema('{"type": "integer"}')),
-        (["--json_schema=@FILE"], Grammar.json_schema('{"type": "boolean"}')),
-        (["--json_object"], Grammar.json_object()),
-        (["--regex=a+"], Grammar.regex("a+")),
-        (["--choice=yes", "--choice=no"], Grammar.choice(["yes", "no"])),
-    ],
-    ids=lambda given: given[0] if isinstance(given, list) else "",
-)
 def test_flags_hold_the_text_to_a_grammar(
-    server: Server, engine: FakeEngine, tmp_path: Path, flags: list[str], grammar: Grammar
+    server: Server, engine: FakeEngine, tmp_path: Path
 ) -> None:
     engine.run()
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "boolean"}')
-    flags = [flag.replace("FILE", str(schema)) for flag in flags]
-    assert complete([f"--address={server.address}", "hi", "--max_tokens=1", *flags]) == 0
-    assert engine.requests[-1].sampling.grammar == grammar
+    for flags, grammar in (
+        (['--json_schema={"type": "integer"}'], Grammar.json_schema('{"type": "integer"}')),
+        ([f"--json_schema=@{schema}"], Grammar.json_schema('{"type": "boolean"}')),
+        (["--json_object"], Grammar.json_object()),
+        (["--regex=a+"], Grammar.regex("a+")),
+        (["--choice=yes", "--choice=no"], Grammar.choice(["yes", "no"])),
+    ):
+        assert complete([f"--address={server.address}", "hi", "--max_tokens=1", *flags]) == 0
+        assert engine.requests[-1].sampling.grammar == grammar
 
 
 def test_a_grammar_that_cannot_be_is_one_clear_line(
@@ -186,17 +168,15 @@ def test_a_refused_prompt_of_a_file_is_recorded_and_the_others_go_on(
     assert "1 of 3 prompts failed" in captured.err
 
 
-@pytest.mark.parametrize("what", ["prompt", "file"])
 def test_nobody_there_is_one_clear_line(
-    nobody: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nobody: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "prompts.txt"
     source.write_text("one\ntwo\n")
-    given = "hi" if what == "prompt" else f"--file={source}"
-    assert complete([f"--address={nobody}", given]) == 1
-    error = capsys.readouterr().err
     problem = f"no server answers at {nobody}: is it running? (jaxserve serve)"
-    assert error == f"jaxserve complete: {problem}\n"
+    for given in ("hi", f"--file={source}"):
+        assert complete([f"--address={nobody}", given]) == 1
+        assert capsys.readouterr().err == f"jaxserve complete: {problem}\n"
 
 
 def test_a_refusal_is_one_clear_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,31 +187,16 @@ def test_a_refusal_is_one_clear_line(server: Server, capsys: pytest.CaptureFixtu
     assert error.count("\n") == 1
 
 
-def test_a_missing_file_is_one_clear_line(
-    server: Server, capsys: pytest.CaptureFixture[str]
+def test_a_file_that_is_missing_or_no_text_is_one_clear_line(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert complete([f"--address={server.address}", "--file=/no/such/file"]) == 1
-    assert (
-        capsys.readouterr().err == "jaxserve complete: /no/such/file: No such file or directory\n"
-    )
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        [],
-        ["hi", "--file=x"],
-        ["hi", "--info"],
-        ["--info", "--file=x"],
-        ["hi", "--tier=gold"],
-        ["hi", "--logit_bias=5"],
-        ["hi", "--max=3"],
-    ],
-)
-def test_wrong_usage_exits_2(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as error:
-        complete(arguments)
-    assert error.value.code == 2
+    path = tmp_path / "prompts"
+    path.write_bytes(b"\xff\xfe\x00")
+    for file, says in (("/no/such", "No such file or directory"), (path, "is not UTF-8")):
+        assert complete([f"--address={server.address}", f"--file={file}"]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith(f"jaxserve complete: {file}") and says in error
+        assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -252,15 +217,16 @@ def test_none_leaves_the_servers_default() -> None:
     assert make_request("hi", temperature=None, stop=None, slo={"ttft_ms": None}) == plain
 
 
-def test_unreachable_is_an_error_of_its_own(nobody: str) -> None:
-    with Client(nobody) as client, pytest.raises(Unreachable) as error:
-        client.info(timeout=20)
-    assert error.value.code == "UNAVAILABLE"
-
-
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
+        ([], ""),
+        (["hi", "--file=x"], ""),
+        (["hi", "--info"], ""),
+        (["--info", "--file=x"], ""),
+        (["hi", "--tier=gold"], "gold"),
+        (["hi", "--logit_bias=5"], "logit_bias"),
+        (["hi", "--max=3"], "--max"),
         (["hi", "--out=x"], "--out goes with --file"),
         (["hi", "--concurrency=2"], "goes with --file"),
         (["--file=x", "--concurrency=0"], "at least 1, got 0"),
@@ -269,19 +235,66 @@ def test_unreachable_is_an_error_of_its_own(nobody: str) -> None:
     ],
 )
 def test_usage_is_two_lines(
-    server: Server, capsys: pytest.CaptureFixture[str], flags: list[str], complaint: str
+    flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        complete([f"--address={server.address}", *flags])
+        complete(["--address=localhost:1", *flags])
     assert caught.value.code == 2
     problem, _ = capsys.readouterr().err.splitlines()
     assert complaint in problem
 
 
-def test_a_file_that_is_not_text(
-    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+SENT = (("authorization", "Bearer mine"),)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JAXSERVE_API_KEY", raising=False)
+
+
+def test_the_key_is_the_environment_s_unless_another_is_given(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = tmp_path / "prompts"
-    path.write_bytes(b"\xff\xfe\x00")
-    assert complete([f"--address={server.address}", f"--file={path}"]) == 1
-    assert "is not UTF-8" in capsys.readouterr().err
+    assert key_metadata(None, "localhost:1", None) == ()
+    monkeypatch.setenv("JAXSERVE_API_KEY", "mine\n")
+    assert key_metadata(None, "localhost:1", None) == SENT
+    monkeypatch.setenv("JAXSERVE_API_KEY", "another")
+    assert key_metadata("mine", "localhost:1", None) == SENT
+    assert key_metadata("", "localhost:1", None) == ()
+
+
+@pytest.mark.parametrize("key", ["a b", "ä", "a\nb", "a\x00"])
+def test_what_no_key_is_is_not_sent(key: str) -> None:
+    with pytest.raises(ValueError, match="the API key: must be printable ASCII") as error:
+        Client("localhost:1", api_key=key)
+    assert key not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "tls", "warns"),
+    [
+        ("localhost:1", None, False),
+        ("127.0.0.1:1", None, False),
+        ("[::1]:1", None, False),
+        ("unix:/socket", None, False),
+        ("192.0.2.1:1", None, True),
+        ("box:1", None, True),
+        ("box:1", Tls(), False),
+    ],
+)
+def test_a_key_that_leaves_the_machine_in_the_clear_is_one_line(
+    address: str, tls: Tls | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    Client(address, api_key="mine", tls=tls).close()
+    line = f"the API key goes to {address} in the clear: there is no TLS"
+    assert caplog.messages == ([line] if warns else [])
+    caplog.clear()
+    Client(address, tls=tls).close()
+    assert caplog.messages == []
+
+
+def test_half_of_a_pair_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a certificate and its key go together"):
+        Client("box:1", tls=Tls(cert=tmp_path / "cert"))
+    with pytest.raises(OSError, match="No such file"):
+        Client("box:1", tls=Tls(ca=tmp_path / "none"))

@@ -64,20 +64,17 @@ def test_the_prompts_are_never_written_over(
     assert source.read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("text", "prompts"),
-    [
-        ("a\u2028b\n\fc\x0bd\x1ce\x85\n", {1: "a\u2028b", 2: "\fc\x0bd\x1ce\x85"}),
-        ("\ufeffone\r\n \t\r\ntwo\rthree", {1: "one", 3: "two", 4: "three"}),
-        ("\n  last", {2: "  last"}),
-    ],
-)
+LINES = [
+    ("a\u2028b\n\fc\x0bd\x1ce\x85\n", {1: "a\u2028b", 2: "\fc\x0bd\x1ce\x85"}),
+    ("\ufeffone\r\n \t\r\ntwo\rthree", {1: "one", 3: "two", 4: "three"}),
+    ("\n  last", {2: "  last"}),
+]
+
+
 @pytest.mark.parametrize("through", ["file", "stdin"])
 def test_a_line_ends_where_editors_say(
     server: Server,
     engine: FakeEngine,
-    text: str,
-    prompts: dict[int, str],
     through: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,22 +82,23 @@ def test_a_line_ends_where_editors_say(
 ) -> None:
     engine.run()
     source = tmp_path / "p.txt"
-    source.write_bytes(text.encode())
-    if through == "stdin":
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert run(server, f"--file={source if through == 'file' else '-'}") == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line]
-    assert {record["line"]: record["prompt"] for record in said} == prompts
+    for text, prompts in LINES:
+        source.write_bytes(text.encode())
+        if through == "stdin":
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert run(server, f"--file={source if through == 'file' else '-'}") == 0
+        said = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line]
+        assert {record["line"]: record["prompt"] for record in said} == prompts
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", "\ufeff"])
 def test_a_file_without_prompts_is_said(
-    server: Server, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Server, source: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = tmp_path / "p.txt"
-    source.write_text(text)
-    assert run(server, f"--file={source}") == 1
-    assert capsys.readouterr().err == f"jaxserve complete: {source}: there are no prompts in it\n"
+    for text in ("", "\n \n", "\ufeff"):
+        source.write_text(text)
+        assert run(server, f"--file={source}") == 1
+        problem = f"jaxserve complete: {source}: there are no prompts in it\n"
+        assert capsys.readouterr().err == problem
 
 
 def test_what_a_full_queue_refuses_is_asked_again(
@@ -244,26 +242,22 @@ def test_resuming_drops_errors_and_half_a_line_and_puts_all_in_order(
     assert [*tmp_path.glob(f"*{PARTIAL}")] == []
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_resuming_with_something_else_changes_nothing(
+    server: Server, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a.jsonl"
+    problem = "holds something else: line 1 is not the answer to one of these prompts"
+    for text in (
         "hello\n",
         '{"line": [1], "prompt": "x"}\n',
         '{"line": 8, "prompt": null}\n',
         '{"line": 1, "prompt": "another"}\n',
-        '{"line": 9, "prompt": "x"}\n',
         "3\n",
-    ],
-)
-def test_resuming_with_something_else_changes_nothing(
-    server: Server, source: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "a.jsonl"
-    out.write_text(text)
-    assert run(server, f"--file={source}", f"--out={out}", "--resume") == 1
-    said = f"--resume: {out} holds something else: line 1 is not the answer to one of these prompts"
-    assert said in capsys.readouterr().err
-    assert out.read_text() == text
+    ):
+        out.write_text(text)
+        assert run(server, f"--file={source}", f"--out={out}", "--resume") == 1
+        assert f"--resume: {out} {problem}" in capsys.readouterr().err
+        assert out.read_text() == text
 
 
 # Where the tests run in the background, SIGINT is ignored, and so it is in what they start.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import grpc
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,30 +68,6 @@ def test_default_length_shrinks_to_what_fits(client: Client, engine: FakeEngine)
     assert [request.sampling.max_tokens for request in engine.requests] == [10, 5]
 
 
-def test_continuations_are_multiplexed_and_each_has_its_own_end(
-    client: Client, engine: FakeEngine
-) -> None:
-    engine.run()
-    completions = client.complete("hi", n=3, max_tokens=5)
-    assert [completion.index for completion in completions] == [0, 1, 2]
-    for completion in completions:
-        assert completion.token_ids == list(range(FIRST, FIRST + 5))
-        assert completion.text == " w0 w1 w2 w3 w4"
-        assert completion.finish_reason == "length"
-        assert completion.usage.output_tokens == 5
-
-
-def test_logprobs_of_the_chosen_token_and_of_the_most_likely(
-    client: Client, engine: FakeEngine
-) -> None:
-    engine.run()
-    (completion,) = client.complete("hi", max_tokens=2, logprobs=2)
-    assert [entry.token_id for entry in completion.logprobs] == [FIRST, FIRST + 1]
-    assert completion.logprobs[1].logprob == -0.5
-    top = [(entry.token_id, entry.logprob) for entry in completion.logprobs[1].top]
-    assert top == [(FIRST + 1, -0.5), (FIRST + 2, -1.5)]
-
-
 def test_logprobs_of_the_prompt(client: Client, engine: FakeEngine) -> None:
     """Of every token but the first, in as many messages as it takes."""
     engine.run()
@@ -107,45 +81,20 @@ def test_logprobs_of_the_prompt(client: Client, engine: FakeEngine) -> None:
     assert sum(len(message.prompt_logprobs) for message in messages) == 1999
 
 
-def test_request_id_slo_and_tier_arrive(client: Client, engine: FakeEngine) -> None:
-    engine.run()
-    slo = {"ttft_ms": 500.0, "tbt_ms": 50.0, "jct_ms": 9000.0, "max_tbt_ms": 700.0}
-    messages = list(
-        client.generate("hi", max_tokens=1, request_id="mine", slo=slo, tier="best_effort")
-    )
-    (request,) = engine.requests
-    assert {message.request_id for message in messages} == {"mine"} == {request.id}
-    assert request.slo == SLO(ttft=0.5, tbt=0.05, jct=9.0, max_tbt=0.7)
-    assert request.tier is Tier.BEST_EFFORT
-
-
-def test_a_salt_arrives_and_what_was_found_is_told(client: Client, engine: FakeEngine) -> None:
-    engine.run()
-    engine.cached_tokens = 3
-    for salt in ("", "s" * 256, "\0"):
-        asked = {"cache_salt": salt, "prompt_cache_key": 2 * salt[:128]}
-        (found,) = client.complete("hello", max_tokens=1, **asked)
-        assert engine.requests[-1].cache_salt == salt
-        assert found.usage.cached_tokens == 3
-
-
-def test_a_prediction_arrives_and_what_was_drafted_is_told(
+def test_salts_and_predictions_arrive_and_what_came_of_them_is_told(
     client: Client, engine: FakeEngine
 ) -> None:
     engine.served = dataclasses.replace(INFO, speculates=True)
-    engine.drafts = 5, 2
+    engine.cached_tokens, engine.drafts = 3, (5, 2)
     engine.run()
-    (found,) = client.complete("hello", max_tokens=1, prediction="as ever")
-    assert engine.requests[-1].prediction == tuple(map(ord, "as ever"))
-    assert (found.usage.accepted_draft_tokens, found.usage.rejected_draft_tokens) == (5, 2)
-
-
-def test_an_id_can_be_used_again_once_its_request_is_over(
-    client: Client, engine: FakeEngine
-) -> None:
-    engine.run()
-    for _ in range(2):
-        assert client.complete("hi", max_tokens=1, request_id="mine")
+    for salt in ("", "s" * 256, "\0"):
+        asked = {"cache_salt": salt, "prompt_cache_key": 2 * salt[:128], "prediction": "as ever"}
+        (found,) = client.complete("hello", max_tokens=1, **asked)
+        assert engine.requests[-1].cache_salt == salt
+        assert engine.requests[-1].prediction == tuple(map(ord, "as ever"))
+        usage = found.usage
+        assert (usage.cached_tokens, usage.accepted_draft_tokens) == (3, 5)
+        assert usage.rejected_draft_tokens == 2
 
 
 def test_an_engine_without_hidden_caches_says_so() -> None:
@@ -211,29 +160,3 @@ def test_sampling_parameters_survive_the_wire(options: dict) -> None:
         if name in expected:
             expected[name] = tuple(expected[name])
     assert received == SamplingParams(**expected)
-
-
-def test_a_hundred_calls_at_once(server, engine: FakeEngine) -> None:
-    engine.max_requests = 100
-    with Client(server.address) as client:
-        streams = [client.generate("x" * (i + 1), max_tokens=i % 7 + 1) for i in range(100)]
-        engine.run()
-        for i, stream in enumerate(streams):
-            tokens = [token for message in stream for token in message.token_ids]
-            assert tokens == list(range(FIRST, FIRST + i % 7 + 1))
-    assert engine.cancelled == []
-
-
-def test_the_oneof_is_the_callers_choice_of_prompt(stub, engine: FakeEngine) -> None:
-    engine.run()
-    request = pb.GenerateRequest(text="hi", token_ids=pb.TokenIds(ids=[5]))
-    request.sampling.max_tokens = 1
-    list(stub.Generate(request))
-    assert engine.requests[0].prompt == (5,)  # the last one set wins, as protobuf has it
-
-
-def test_a_method_that_does_not_exist(channel: grpc.Channel) -> None:
-    method = channel.unary_unary("/jaxserve.v1.Generation/Nothing")
-    with pytest.raises(grpc.RpcError) as error:
-        method(b"")
-    assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED

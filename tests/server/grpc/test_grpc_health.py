@@ -24,17 +24,10 @@ GENERATION = "jaxserve.v1.Generation"
 BATCHES = "jaxserve.v1.Batches"
 
 
-@pytest.mark.parametrize("service", ["", GENERATION, BATCHES])
-def test_a_running_server_is_serving(channel: grpc.Channel, service: str) -> None:
-    stub = health_pb2_grpc.HealthStub(channel)
-    reply = stub.Check(health_pb2.HealthCheckRequest(service=service))
-    assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-def test_the_health_of_an_unknown_service_is_not_found(channel: grpc.Channel) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="other"))
-    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+def test_a_running_server_is_serving(channel: grpc.Channel) -> None:
+    for service in ("", GENERATION, BATCHES):
+        asked = health_pb2.HealthCheckRequest(service=service)
+        assert health_pb2_grpc.HealthStub(channel).Check(asked).status == STATUS.SERVING
 
 
 def test_a_hung_engine_is_not_serving_until_it_goes_on(engine: FakeEngine) -> None:

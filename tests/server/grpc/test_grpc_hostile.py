@@ -18,7 +18,7 @@ from jaxserve.server.grpc import grpc_server
 from jaxserve.server.proto import generation_pb2_grpc
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
-from tests.server.fake_engine import INFO, PATIENCE, FakeEngine
+from tests.server.fake_engine import PATIENCE, FakeEngine
 
 Code = grpc.StatusCode
 GENERATE = "/jaxserve.v1.Generation/Generate"
@@ -40,37 +40,6 @@ def retry_ms(error: grpc.RpcError) -> int:
 
 
 # Long texts.
-
-
-def test_others_are_served_while_a_long_text_is_encoded(
-    client: Client, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, go_on = threading.Event(), threading.Event()
-    encode = engine.encode
-
-    def slowly(text: str) -> list[int]:
-        if len(text) > 3000:
-            asked.set()
-            assert go_on.wait(PATIENCE)
-        return encode(text)
-
-    monkeypatch.setattr(engine, "encode", slowly)
-    engine.run()
-    long = [client.generate("x" * 3500, max_tokens=1) for _ in range(8)]
-    assert asked.wait(PATIENCE)
-    assert client.complete("hi", max_tokens=2, timeout=PATIENCE)
-    go_on.set()
-    assert all(list(each)[-1].finish.usage.prompt_tokens == 3500 for each in long)
-
-
-def test_too_many_token_ids_are_not_even_copied(stub, engine: FakeEngine) -> None:
-    ids = range(INFO.max_model_len * 20)
-    error = ended(stub.Generate(make_request(ids)))
-    assert error.code() is Code.INVALID_ARGUMENT
-    assert error.details() == (
-        "prompt: has 81920 tokens; at most 4095 can be served: this model's maximum context length "
-        "is 4096"
-    )
 
 
 def test_a_message_far_beyond_the_longest_prompt_is_not_read(
@@ -109,25 +78,6 @@ def test_calls_beyond_the_limit_are_refused_unread_and_told_when_to_come_again(
         engine.run()
         assert list(stub.Generate(make_request("hi", max_tokens=1), timeout=PATIENCE))
     assert len(engine.requests) == 3
-
-
-def test_a_full_queue_says_when_to_come_again(stub, engine: FakeEngine) -> None:
-    engine.max_requests = 0
-    assert 500 <= retry_ms(ended(stub.Generate(make_request("hi")))) <= 1500
-
-
-def test_of_thousands_of_calls_at_once_all_are_answered(small: Server, engine: FakeEngine) -> None:
-    with grpc.insecure_channel(small.address) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
-        calls = [stub.Generate(make_request("hi"), timeout=60) for _ in range(2000)]
-        engine.wait(lambda: len(engine.live) == 2)
-        done = threading.Semaphore(0)
-        for call in calls:
-            call.add_done_callback(lambda _: done.release())
-        for _ in range(len(calls) - 2):
-            assert done.acquire(timeout=PATIENCE)
-        codes = [call.code() for call in calls if call.done()]
-        assert codes == [Code.RESOURCE_EXHAUSTED] * (len(calls) - 2)
 
 
 # Streams that nobody reads.

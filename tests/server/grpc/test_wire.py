@@ -9,13 +9,11 @@ import pytest
 
 from jaxserve.client import Client, ServerError, make_line, make_request
 from jaxserve.sched.request import InvalidRequest
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.journal import Journal
 from jaxserve.server.grpc import calls
 from jaxserve.server.grpc.wire_check import MAX_FIELDS, check_fields
 from jaxserve.server.proto import batches_pb2, generation_pb2_grpc
 from jaxserve.server.proto import generation_pb2 as pb
-from jaxserve.server.server import Server
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.grpc.test_grpc_hostile import ended, raw
 
@@ -80,10 +78,8 @@ def test_a_long_prompt_waits_for_no_thread(client: Client, monkeypatch: pytest.M
 
 def test_a_call_has_no_more_than_its_method_needs(engine: FakeEngine, tmp_path: Path) -> None:
     """The server takes 8 MiB, of lines of batches."""
-    journal = Journal(tmp_path, max_bytes=1 << 24)
-    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
     with (
-        Server(engine, grace_s=0.0, batches=settings) as server,
+        serving(engine, tmp_path) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -97,4 +93,3 @@ def test_a_call_has_no_more_than_its_method_needs(engine: FakeEngine, tmp_path: 
         error = ended(raw(channel, empty, submit))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert error.details() == f"request: has more than {MAX_FIELDS:,} fields"
-    journal.close()

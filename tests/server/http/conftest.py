@@ -31,12 +31,13 @@ CLASSES = {"offline": ServiceLevel(SLO(jct=60.0), Tier.BEST_EFFORT, "offline")}
 class Plain:
     """JSON calls, as they come."""
 
-    def __init__(self, address: str, server: Server | None = None) -> None:
-        self.address, self._server = address, server
+    def __init__(self, server: Server) -> None:
+        assert server.http_address is not None
+        self.address, self._server = server.http_address, server
 
     def open(self) -> int:
         """Connections that the server has."""
-        assert self._server is not None and self._server._http is not None
+        assert self._server._http is not None
         return len(self._server._http._connections)
 
     def connect(self) -> http.client.HTTPConnection:
@@ -72,8 +73,7 @@ def server(engine: FakeEngine) -> Iterator[Server]:
 
 @pytest.fixture
 def plain(server: Server) -> Plain:
-    assert server.http_address is not None
-    return Plain(server.http_address, server)
+    return Plain(server)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,7 @@ def refusing() -> Iterator[tuple[Plain, FakeEngine]]:
     """One server for all who leave nothing behind, and its engine."""
     engine = FakeEngine()
     with Server(engine, grace_s=0.0, http=SETTINGS, slo_classes=CLASSES) as server:
-        assert server.http_address is not None
-        yield Plain(server.http_address, server), engine
+        yield Plain(server), engine
 
 
 @pytest.fixture(scope="module")

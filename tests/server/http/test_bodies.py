@@ -59,15 +59,10 @@ WITH_SURROGATES = [
     (COMPLETION, {"prompt": ["a", "a" * 50_000 + SURROGATE]}, "prompt.1"),
     (COMPLETION, {"request_id": SURROGATE}, "request_id"),
     (COMPLETION, {"stop": ["a", SURROGATE]}, "stop.1"),
-    (COMPLETION, {"guided_regex": SURROGATE}, "guided_regex"),
-    (COMPLETION, {"guided_choice": [SURROGATE]}, "guided_choice.0"),
     (COMPLETION, {"guided_json": {"const": SURROGATE}}, "guided_json.const"),
     (COMPLETION, {"metadata": {SURROGATE: "a"}}, "metadata"),
     (COMPLETION, {"logit_bias": {SURROGATE: 1}}, "logit_bias"),
-    (COMPLETION, {"user": SURROGATE}, "user"),
-    (COMPLETION, {"model": SURROGATE}, "model"),
     (COMPLETION, {"slo": SURROGATE}, "slo"),
-    (COMPLETION, {"slo_class": SURROGATE}, "slo_class"),
     (COMPLETION, {SURROGATE: 1}, None),
     (CHAT, {"messages": [{"role": "user", "content": SURROGATE}]}, "messages.0.content"),
     (CHAT, {"chat_template_kwargs": {"a": [SURROGATE]}}, "chat_template_kwargs.a.0"),
@@ -105,13 +100,6 @@ def test_whole_pairs_and_all_other_text_are_served(plain: Plain, running: FakeEn
 @pytest.mark.parametrize("raw", [b'"\xed\xa0\x80"', b'"\xc0\xaf"', b'"\xff"'])
 def test_what_is_no_utf8_is_refused(raw: bytes) -> None:
     assert "not UTF-8" in str(refused(b'{"prompt":' + raw + b"}", CompletionRequest))
-
-
-def test_a_request_id_is_printable(plain: Plain, engine: FakeEngine) -> None:
-    for name in ("a\nb", "a\x00", "\u202egnp.exe", "\x7f"):
-        status, answer, _ = plain.call("POST", COMPLETION, {"prompt": "a", "request_id": name})
-        assert (status, answer["error"]["param"]) == (400, "request_id")
-    assert not engine.requests
 
 
 BY_FIELD = {
@@ -337,8 +325,7 @@ def test_bodies_that_are_being_read_have_so_much_memory(
     large = json.dumps({"prompt": "a", "max_tokens": 1, "user": "a" * 65_000, "stop": ["b" * 200]})
     large += " " * (2 * body_limits.FREE_BYTES)
     with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
-        assert server.http_address is not None
-        plain = Plain(server.http_address)
+        plain = Plain(server)
 
         def begin(name: str, body: str, *, whole: bool) -> http.client.HTTPConnection:
             connection = plain.connect()
@@ -378,15 +365,16 @@ def test_who_hangs_up_within_a_body_is_no_failure_of_the_servers(
 ) -> None:
     caplog.set_level(logging.INFO)
     options = ServerOptions(request_log=True)
-    with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
-        assert server.http_address is not None
-        with Plain(server.http_address).socket() as sending:
-            head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
-            kind = "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
-            sending.sendall((head + kind).encode())
-            assert b"100" in sending.recv(4096)  # it reads the body now
-            reset = struct.pack("ii", 1, 0)
-            sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    with (
+        Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server,
+        Plain(server).socket() as sending,
+    ):
+        head = f"POST {COMPLETION} HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
+        kind = "Content-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        sending.sendall((head + kind).encode())
+        assert b"100" in sending.recv(4096)  # it reads the body now
+        reset = struct.pack("ii", 1, 0)
+        sending.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     (line,) = [each for each in caplog.messages if each.startswith("call ended")]
     assert "ending=cancelled" in line
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]

@@ -23,11 +23,6 @@ def address(server: Server, running: FakeEngine) -> str:
     return server.http_address
 
 
-def test_one_message(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([f"--address={address}", "hello", "--max_tokens=3"]) == 0
-    assert capsys.readouterr().out == " w0 w1 w2\n"
-
-
 def test_targets_that_are_given_up_are_told_once(
     address: str, running: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,16 +83,17 @@ def test_help_and_exit(
     assert error == f"{listed}/halp is not a command.\n{listed}"
 
 
-def test_the_grpc_port_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_listens_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"--address={server.address}", "hello"]) == 1
     problem = f"{server.address} does not speak HTTP: {PORTS}"
     assert capsys.readouterr().err == f"jaxserve chat: {problem}\n"
-
-
-def test_the_http_port_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert complete([f"--address={server.http_address}", "hi"]) == 1
     problem = f"{server.http_address} does not speak gRPC: {PORTS}"
     assert capsys.readouterr().err == f"jaxserve complete: {problem}\n"
+    assert main(["--address=127.0.0.1:1", "hello"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("jaxserve chat: no server answers at 127.0.0.1:1")
+    assert error.count("\n") == 1
 
 
 def test_the_turns_are_kept(address: str) -> None:
@@ -114,12 +110,3 @@ def test_a_refusal_is_one_clear_line(address: str, capsys: pytest.CaptureFixture
     out, error = capsys.readouterr()
     assert out == "" and error.startswith("jaxserve chat: temperature: must be at least 0")
     assert error.count("\n") == 1
-
-
-def test_nobody_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--address=127.0.0.1:1", "hello"]) == 1
-    error = capsys.readouterr().err
-    assert (
-        error.startswith("jaxserve chat: no server answers at 127.0.0.1:1")
-        and error.count("\n") == 1
-    )

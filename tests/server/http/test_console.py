@@ -30,7 +30,6 @@ from jaxserve.server.http.live_feed import PARTS, STEPS, LiveFeed, scheduling_de
 from jaxserve.server.http.web_console import FOLDER, PAGE, Events
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.options import ServerOptions
-from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import INFO, FakeEngine, step_stats
@@ -96,15 +95,6 @@ def test_what_a_request_may_say_and_what_is_meant_where_it_does_not(
         "offline": {"targets": {"jct_ms": 60_000}, "tier": "best_effort"}
     }
     assert info["adapters"] == ["stories"]
-
-
-def test_defaults_are_the_checkpoint_s(engine: FakeEngine) -> None:
-    engine.served = dataclasses.replace(INFO, sampling_defaults={"temperature": 0.2, "top_p": 0.9})
-    chats = dataclasses.replace(SETTINGS, template=ChatTemplate("{{ messages }}"))
-    with Server(engine, grace_s=0.0, http=chats) as server:
-        assert server.http_address is not None
-        info = Plain(server.http_address).call("GET", "/console/info")[1]
-    assert info["defaults"] == {"temperature": 0.2, "top_p": 0.9, "max_tokens": None}
 
 
 def test_a_snapshot_is_put_together_once_for_all_who_look(
@@ -267,7 +257,7 @@ def test_who_is_refused_has_missed_its_targets(engine: FakeEngine) -> None:
     with Server(engine, grace_s=0.0, http=SETTINGS, options=options) as server:
         feed = server._feed
         assert server.http_address is not None and feed is not None
-        plain, body = Plain(server.http_address), {"prompt": "Hi", "slo": {"ttft_ms": 500}, "n": 2}
+        plain, body = Plain(server), {"prompt": "Hi", "slo": {"ttft_ms": 500}, "n": 2}
         status, answer, _ = plain.call("POST", "/v1/completions", body)
         assert (status, answer["error"]["code"]) == (429, "expected_late")
         assert plain.call("POST", "/v1/completions", {**body, "n": 0})[0] == 400
@@ -278,9 +268,8 @@ def test_who_is_refused_has_missed_its_targets(engine: FakeEngine) -> None:
 def test_the_page_s_files_need_no_key(engine: FakeEngine) -> None:
     """They have nothing of what it shows."""
     with Server(engine, http=SETTINGS, access=Access(Keys(fixed=[key("alice")]))) as server:
-        assert server.http_address is not None
         for where, status in (*((where, 200) for where in PAGE), ("/console/info", 401)):
-            connection = Plain(server.http_address).connect()
+            connection = Plain(server).connect()
             connection.request("GET", where)
             assert connection.getresponse().status == status
             connection.close()

@@ -1,5 +1,5 @@
 """The console in a real browser: operations over the real engine under load, the chat over a fake
-one that thinks."""
+one that thinks, and of a server that wants a key."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from typing import Any
 import pytest
 
 from jaxserve.sched.slo.ttft_estimator import Wait
+from jaxserve.server.access.api_keys import Keys
+from jaxserve.server.access.options import Access
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
+from tests.server.access.test_keys import key
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import CLASSES, SETTINGS
 from tests.server.http.openai.test_reasoning import QWEN, says
@@ -278,3 +281,47 @@ def test_the_feed_is_read_while_its_view_is_open(server: Server, browser: Any) -
     assert len(feeds) == len(ended) == 1
     page.close()
     assert not problems
+
+
+@pytest.fixture
+def keyed(engine: FakeEngine) -> Iterator[Server]:
+    access = Access(Keys(fixed=[key("alice")]))
+    with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
+        engine.run()
+        yield server
+
+
+def test_the_page_asks_for_a_key_and_keeps_it_for_the_tab(keyed: Server, browser: Any) -> None:
+    context, address = browser.new_context(), f"http://{keyed.http_address}/"
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    problems: list[str] = []
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    expect = playwright.expect
+    page.goto(address)
+    expect(page.locator("#state")).to_have_text("needs an API key")
+    expect(page.locator("#key")).to_be_focused()
+    expect(page.locator("#refused")).to_have_text("")
+    page.keyboard.type("mallory")
+    page.keyboard.press("Enter")
+    expect(page.locator("#refused")).to_have_text("The server does not know that key.")
+    page.fill("#key", "alice")
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_text("connected")
+    expect(page.locator("#gate")).to_be_hidden()
+    expect(page.locator("#about")).to_contain_text("fake on cpu")
+    page.fill("#prompt", "Hi")
+    page.press("#prompt", "Enter")
+    expect(page.locator("article .text")).to_have_text(re.compile("w0 w1 w2"))
+    page.goto(f"{address}#operations")
+    expect(page.locator("#state")).to_have_text("live")
+    page.goto(address)
+    page.reload()
+    expect(page.locator("#state")).to_have_text("connected")
+    assert page.url == address and not context.cookies()
+    assert page.evaluate("localStorage.length") == 0
+    other = context.new_page()
+    other.goto(address)
+    expect(other.locator("#state")).to_have_text("needs an API key")
+    assert not problems
+    context.close()

@@ -79,19 +79,7 @@ def test_more_calls_than_are_taken_get_429(plain: Plain, engine: FakeEngine) -> 
     assert plain.call("POST", "/v1/completions", {"prompt": "a"})[0] == 200
 
 
-def test_a_body_that_is_too_long_is_not_read(plain: Plain, engine: FakeEngine) -> None:
-    connection = plain.connect()
-    connection.putrequest("POST", "/v1/completions")
-    connection.putheader("Content-Type", "application/json")
-    connection.putheader("Content-Length", str(10 << 30))
-    connection.endheaders()
-    response = connection.getresponse()
-    assert response.status == 413
-    assert "at most" in json.loads(response.read())["error"]["message"]
-    connection.close()
-
-
-def test_nor_one_that_does_not_say_how_long_it_is(plain: Plain) -> None:
+def test_a_body_that_does_not_say_how_long_it_is_is_not_read(plain: Plain) -> None:
     connection = plain.connect()
     connection.putrequest("POST", "/v1/completions")
     connection.putheader("Content-Type", "application/json")
@@ -125,10 +113,9 @@ def test_a_body_that_does_not_come_is_not_waited_for(
     assert plain.call("POST", "/v1/completions", {"prompt": "a"})[0] == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
-def test_a_head_that_is_too_long_is_not_kept(plain: Plain, path: str) -> None:
+def test_a_head_that_is_too_long_is_not_kept(plain: Plain) -> None:
     with plain.socket() as connection:
-        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nX-Long: ".encode())
+        connection.sendall(b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
         with contextlib.suppress(ConnectionError):  # it may hang up before this is read
             connection.sendall(b"x" * (protocol.HEAD_BYTES + 1))
             assert connection.recv(64).startswith(b"HTTP/1.1 400 ")

@@ -1,17 +1,25 @@
-"""Bug reports of other engines, tried here: docs/public-reports.md has them by the same numbers."""
+"""Bug reports of other engines, tried here: docs/public-reports.md has them by the same numbers.
+And text under a grammar, at every door."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import openai
 import pytest
 
+from jaxserve import LLM, Grammar, SamplingParams
+from jaxserve.client import Client, ServerError
 from jaxserve.engine.engine import Engine
+from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.server import Server
 from tests.engine.harness import engine as small_engine
 from tests.server.http.conftest import SETTINGS, Plain
@@ -28,10 +36,19 @@ def real() -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def door(real: Engine) -> Iterator[Plain]:
+def frontends(real: Engine) -> Iterator[Server]:
     with Server(real, grace_s=0.0, http=SETTINGS) as server:
-        assert server.http_address is not None
-        yield Plain(server.http_address, server)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def door(frontends: Server) -> Plain:
+    return Plain(frontends)
+
+
+@pytest.fixture(scope="module")
+def client(door: Plain) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{door.address}/v1", api_key="none", max_retries=0)
 
 
 def asked(path: str, **fields: Any) -> dict[str, Any]:
@@ -298,3 +315,145 @@ def test_the_page_has_each_of_them() -> None:
     numbers = [int(row.split("|")[1]) for row in rows]
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) >= 30
     assert all("https://github.com/" in row for row in rows)
+
+
+# Grammars at every door, which take the same engine.
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "none": {"const": None}},
+    "required": ["name", "none"],
+    "additionalProperties": False,
+}
+NAMED: Any = schema(SCHEMA)
+TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": SCHEMA}}
+
+
+def check(text: str | None) -> None:
+    found = json.loads(text or "")
+    assert set(found) == {"name", "none"}
+    assert found["none"] is None
+    assert len(found["name"]) <= 5
+
+
+def test_openais_client(client: openai.OpenAI) -> None:
+    name = client.models.list().data[0].id
+    answer = client.chat.completions.create(
+        model=name,
+        messages=[{"role": "user", "content": "Tell me."}],
+        response_format=NAMED,
+        seed=1,
+        n=3,
+        max_tokens=90,
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        check(choice.message.content)
+    pieces = client.completions.create(
+        model=name,
+        prompt="Once",
+        max_tokens=90,
+        stream=True,
+        extra_body={"guided_regex": "(ha){2,3}!"},
+    )
+    assert re.fullmatch("(ha){2,3}!", "".join(piece.choices[0].text for piece in pieces))
+
+
+def test_forced_calls_are_valid(client: openai.OpenAI) -> None:
+    asked: Any = {
+        "model": "",
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+        "temperature": 0,
+        "max_tokens": 120,
+    }
+    (choice,) = client.chat.completions.create(**asked).choices
+    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+    (call,) = choice.message.tool_calls or ()
+    assert call.type == "function" and call.function.name == "look_up"
+    check(call.function.arguments)
+    # With others in its batch, streamed.
+    several = {**asked, "n": 3, "tool_choice": "required", "parallel_tool_calls": False}
+    with client.chat.completions.stream(**several) as stream:
+        whole = stream.get_final_completion()
+    for each in whole.choices:
+        (same,) = each.message.tool_calls or ()
+        assert same.function.arguments == call.function.arguments
+    # What the choice costs nobody else: the text is free, and what it was.
+    free = {**asked, "tool_choice": "none"}
+    (alone,) = client.chat.completions.create(**free).choices
+    assert alone.message.tool_calls is None
+
+
+def test_the_tool_whose_schema_is_no_grammar_is_named(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    function = {"name": "bad", "parameters": schema, "strict": True}
+    bad: Any = {"type": "function", "function": function}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as error:
+        client.chat.completions.create(
+            model="",
+            messages=[{"role": "user", "content": "Hi"}],
+            tools=[TOOL, bad],
+            tool_choice="required",
+        )
+    assert error.value.param == "tools.1.function.parameters"
+
+
+def test_over_grpc(frontends: Server) -> None:
+    with Client(frontends.address) as client:
+
+        def said(grammar: dict[str, Any]) -> str:
+            (found,) = client.complete("Once", grammar=grammar, max_tokens=90)
+            return str(found.text)
+
+        check(said({"json_schema": json.dumps(SCHEMA)}))
+        assert re.fullmatch("(ha){2,3}!", said({"regex": "(ha){2,3}!"}))
+        assert said({"choice": {"texts": ["yes", "no"]}}) in ("yes", "no")
+        assert said({"json_object": {}}).startswith("{")
+        for bad, problem in (({}, "grammar: is empty"), ({"regex": "("}, "grammar.regex: .*uncl")):
+            with pytest.raises(ServerError, match=problem) as error:
+                said(bad)
+            assert error.value.code == "INVALID_ARGUMENT"
+
+
+def test_without_a_server(real: Engine) -> None:
+    llm = LLM.over(real, ChatTemplate())
+    sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA), temperature=1.0, n=2)
+    (found,) = llm.generate(["Once upon a time"], sampling, progress=False)
+    for output in found.outputs:
+        check(output.text)
+
+
+@pytest.fixture(scope="module")
+def thinking(real: Engine) -> Iterator[Plain]:
+    template = ChatTemplate(reasoning_format="think")
+    settings = dataclasses.replace(SETTINGS, template=template)
+    with Server(real, grace_s=0.0, http=settings) as server:
+        yield Plain(server)
+
+
+def test_behind_a_thought(thinking: Plain, real: Engine) -> None:
+    """Whose budget ends it. The model in the box would not think by itself."""
+    begin = real.encode("<think>", special=False)[0]
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "response_format": NAMED,
+        "logit_bias": {str(begin): 100.0},
+        "thinking_token_budget": 6,
+        "max_tokens": 120,
+        "temperature": 1.0,
+        "seed": 3,
+    }
+    status, answer, _ = thinking.call("POST", "/v1/chat/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    message = choice["message"]
+    assert choice["finish_reason"] == "stop", choice
+    jsonschema.validate(json.loads(message["content"]), SCHEMA)
+    assert message["reasoning_content"] == "<" * 6
+    usage = answer["usage"]
+    close = len(real.encode("\n</think>\n\n", special=False))
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert 1 + 6 + close <= thought <= len("<think>") + 6 + close
+    assert thought < usage["completion_tokens"]

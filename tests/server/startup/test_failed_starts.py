@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import jax
 import pytest
+from absl import flags
 from safetensors.numpy import load_file, save_file
 
+from jaxserve.commands import serve
 from jaxserve.config import ConfigError, SchedulerConfig, ServerConfig
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.options import open_batches
-from tests.server.batches.journals import ROOM, lines
-from tests.server.processes import ROOT, refused
+from jaxserve.server.startup import launch
+from tests.server.batches.serving import ROOM, lines
+from tests.server.logging_kept import logging_kept
+from tests.server.processes import ROOT, serve_command
 
 BATCHES = "--config.server.batch_dir=~/deep/batches"
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty one."""
     path = tmp_path / "home"
     path.mkdir()
+    monkeypatch.setenv("HOME", str(path))
     return path
 
 
-def left(home: Path) -> list[str]:
-    return sorted(str(path.relative_to(home)) for path in home.rglob("*"))
+Refused = Callable[..., str]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--model=/no/such/model"],
-        ["--policy=nope"],
-        ["--config.cache.memory_gib=100000"],
-        ["--config.engine.record=/no/such/folder/x"],
-    ],
-    ids=lambda flags: flags[0].removeprefix("--"),
-)
-def test_a_flag_that_cannot_be_served_leaves_no_folder(home: Path, flags: list[str]) -> None:
-    refused(BATCHES, *flags, HOME=str(home), PYTHONDONTWRITEBYTECODE="1")
-    assert left(home) == []
+@pytest.fixture
+def refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Refused]:
+    """What `jaxserve serve` says of flags that it cannot serve: all that it prints, and one line.
+    It leaves no folder."""
+    cache = jax.config.jax_compilation_cache_dir
+    answer, read_config = launch.answer, launch.read_config
 
+    def start(*given: str) -> str:
+        values = flags.FlagValues()
+        monkeypatch.setattr(launch, "answer", partial(answer, values=values))
+        monkeypatch.setattr(launch, "read_config", partial(read_config, values))
+        with logging_kept():
+            code = serve.main(serve_command(BATCHES, *given, program=()), "serve.py")
+        out, said = capsys.readouterr()
+        assert (code, out) == (2, "") and re.fullmatch(r"serve\.py: .+\n", said), said
+        assert list(home.rglob("*")) == []
+        return said
 
-def test_a_port_that_is_taken_leaves_no_folder(home: Path) -> None:
-    with socket.create_server(("localhost", 0)) as taken:
-        port = taken.getsockname()[1]
-        said = refused(BATCHES, f"--port={port}", HOME=str(home), PYTHONDONTWRITEBYTECODE="1")
-    assert "Address already in use" in said
-    assert left(home) == []
+    yield start
+    jax.config.update("jax_compilation_cache_dir", cache)
 
 
 @pytest.fixture(scope="module")
@@ -64,37 +73,36 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_weights_that_cannot_be_loaded_leave_no_folder(home: Path, cut: Path) -> None:
-    flags = (BATCHES, "--policy=sarathi", f"--model={cut}")
-    said = refused(*flags, HOME=str(home), PYTHONDONTWRITEBYTECODE="1")
-    assert "the checkpoint has no tensor" in said
-    assert left(home) == []
-
-
-def test_adapters_are_looked_at_before_weights_are_loaded(home: Path, cut: Path) -> None:
-    flags = (BATCHES, "--policy=sarathi", f"--model={cut}", f"--lora=law={home}")
-    said = refused(*flags, HOME=str(home), PYTHONDONTWRITEBYTECODE="1")
+def test_a_start_that_fails_leaves_no_folder(refused: Refused, home: Path, cut: Path) -> None:
+    for flag, problem in (
+        ("--model=/no/such/model", "model.path: no such"),
+        ("--policy=nope", "there is no policy 'nope'"),
+        ("--config.cache.memory_gib=100000", "cache.memory_gib"),
+        ("--config.engine.record=/no/such/folder/x", "engine.record"),
+    ):
+        assert problem in refused(flag)
+    with socket.create_server(("localhost", 0)) as taken:
+        assert "Address already in use" in refused(f"--port={taken.getsockname()[1]}")
+    model = ("--policy=sarathi", f"--model={cut}")
+    assert "the checkpoint has no tensor" in refused(*model)
+    said = refused(*model, f"--lora=law={home}")  # looked at before weights are loaded
     assert f"lora.adapters: law: '{home}' has no adapter_config.json" in said
-    assert left(home) == []
 
 
-@pytest.mark.parametrize(
-    "field",
-    ["server.score_template", "server.api_keys", "server.tls_cert", "model.path"],
-)
-def test_files_are_looked_at_before_the_engine_is_built(tmp_path: Path, field: str) -> None:
+def test_files_are_looked_at_before_the_engine_is_built(refused: Refused, tmp_path: Path) -> None:
     """Which would complain of the pool."""
-    file, flags = tmp_path / "nonsense", list[str]()
+    file = tmp_path / "nonsense"
     file.write_text("nonsense {")
-    if field == "model.path":
-        flags = [f"--model={tmp_path}"]
-        (tmp_path / "config.json").write_text("{}")
-        (tmp_path / "chat_template.jinja").write_text("{{ nonsense")
-    elif field == "server.tls_cert":
-        flags = [f"--config.server.tls_key={file}"]
-    given = [] if field == "model.path" else [f"--config.{field}={file}"]
-    said = refused("--config.cache.memory_gib=100000", *flags, *given)
-    assert said.startswith(f"serve.py: {field}")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("{{ nonsense")
+    for field, given in (
+        ("server.score_template", [f"--config.server.score_template={file}"]),
+        ("server.api_keys", [f"--config.server.api_keys={file}"]),
+        ("server.tls_cert", [f"--config.server.{name}={file}" for name in ("tls_key", "tls_cert")]),
+        ("model.path", [f"--model={tmp_path}"]),
+    ):
+        said = refused("--config.cache.memory_gib=100000", *given)
+        assert said.startswith(f"serve.py: {field}")
 
 
 def test_what_was_there_stays(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from jaxserve.config.tree import DEFAULTS
 from jaxserve.models.presets import preset_names
 from jaxserve.server.access.options import Access
 from jaxserve.server.access.tls import Tls
+from jaxserve.server.requests.options import ServerOptions, server_options
 from jaxserve.server.server import Server
 from jaxserve.server.startup import flag_hints, launch, process
 from tests.server.fake_engine import INFO, FakeEngine
@@ -140,27 +141,20 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
             "--config.scheduler.max_rows=abc",
             "config.scheduler.max_rows=abc: must be a whole number$",
         ),
-        ("--config.scheduler.max_rows=2.5", "max_rows=2.5: must be a whole number$"),
         ("--config.engine.overlap=maybe", "engine.overlap=maybe: must be true or false$"),
         ("--config.server.refuse_late=x", "server.refuse_late=x: must be a number$"),
         ("--request_log=maybe", "--request_log=maybe: must be true or false$"),
         ("--config.scheduler=3", "scheduler"),
         ("--config.scheduler.params=3", "a parameter is set as --config.scheduler.params.NAME"),
         ("--config.scheduler.params.watermark", "set as --config.scheduler.params.NAME=VALUE"),
-        ("--config.scheduler.params.a.b=1", "set as --config.scheduler.params.NAME=VALUE"),
         ("--noconfig.scheduler.params.requeue", "unknown field"),
         ("--config.server.slo_classes=3", "a class is set as --config.server.slo_classes.NAME"),
         ("--config.server.slo_classes.a", "a class is set as --config.server.slo_classes.NAME"),
-        ("--config.server.slo_classes.a.b=1", "set as --config.server.slo_classes.NAME=VALUE"),
-        ("--lora=law", "adapters are --lora=NAME=FOLDER, one a flag$"),
         ("--lora=a/b=folder", "adapters are --lora=NAME=FOLDER, one a flag$"),
         ("--enable-lora", r"did you mean --config\.lora\.max_loras\?$"),
         ("--confg=x", r"there is no flag --confg; did you mean --config\?$"),
         ("--tensor-parallel-size=2", r"did you mean --config\.mesh\.tensor\?$"),
-        ("--gpu_memory_utilization=0.5", r"did you mean --config\.cache\.memory_fraction\?$"),
-        ("--max-model-len=5", r"did you mean --config\.engine\.max_model_len\?$"),
         ("--dtype=half", r"did you mean --config\.model\.dtype\?$"),
-        ("--kv-cache-dtype=fp8", r"did you mean --config\.cache\.dtype\?$"),
         ("--seed=5", r"did you mean --config\.model\.seed or --config\.scheduler\.seed\?$"),
         ("--no-request-lg", r"did you mean --request_log\?$"),
         ("--zzqq", "there is no flag --zzqq; --help says what there is$"),
@@ -403,3 +397,23 @@ def run_without_jax(*arguments: str) -> subprocess.CompletedProcess[str]:
         "    print('jax' in sys.modules)\n"
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+def test_the_defaults_bound_all_that_can_grow() -> None:
+    config = Config()
+    assert server_options(config) == ServerOptions(
+        max_calls=config.scheduler.max_queue + config.scheduler.max_rows,
+        stream_buffer_bytes=1 << 20,
+        write_timeout_s=30.0,
+        stall_s=60.0,
+        exit_on_failure=True,
+        refuse_late=0.75,
+        request_log=False,
+        reflection=True,
+    )
+    assert server_options(config.with_fields(server__max_calls=7)).max_calls == 7
+
+
+def test_the_process_stays_where_the_config_says_so() -> None:
+    config = Config().with_fields(server__exit_on_failure="off")
+    assert not server_options(config).exit_on_failure

@@ -20,13 +20,13 @@ from jaxserve.client import Client, ServerError
 from jaxserve.config import ConfigError
 from jaxserve.engine.adapters import AdapterLoad
 from jaxserve.server.access.api_keys import Keys
-from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.metrics_server import MAX_CONNECTIONS, MetricsServer
 from jaxserve.server.http.transport import protocol
 from jaxserve.server.requests.call_outcome import CallOutcome, CallTracker
 from jaxserve.server.server import Server
 from jaxserve.server.telemetry.metrics import EngineMetrics, Histogram, MetricsRegistry
+from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine, let_a_deadline_pass, step_stats
 from tests.server.http.conftest import SETTINGS
 
@@ -164,30 +164,25 @@ def test_a_scrape_that_drips_is_ended(metrics: Server, monkeypatch: pytest.Monke
     assert value(scrape(metrics), "num_blocks") == 1024
 
 
-@pytest.mark.parametrize("own_port", [True, False])
-def test_a_key_sees_the_adapters_that_it_may_use(own_port: bool) -> None:
+def test_a_key_sees_the_adapters_that_it_may_use() -> None:
     """And one that may use all sees all."""
     engine = FakeEngine()
     engine.adapter_load = lambda: AdapterLoad(  # type: ignore[method-assign]
         8, ("law", "sql"), ("sql", "tax")
     )
     given = (("any", {}), ("lawyer", {"adapters": "law,tax"}), ("none", {"adapters": "-"}))
-    keys = Keys(fixed=[ApiKey(name, digest_of(name.encode()), **own) for name, own in given])
-    access = Access(keys)
+    access = Access(Keys(fixed=[key(name, **own) for name, own in given]))
+    told = (("any", "law,sql", "sql,tax"), ("lawyer", "law", "tax"), ("none", "", ""))
     with Server(engine, grace_s=0.0, http=SETTINGS, metrics_port=0, access=access) as server:
-        address = server.metrics_address if own_port else server.http_address
-        for key, running, waiting in (
-            ("any", "law,sql", "sql,tax"),
-            ("lawyer", "law", "tax"),
-            ("none", "", ""),
-        ):
-            headers = {"Authorization": f"Bearer {key}"}
-            request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
-            with urllib.request.urlopen(request, timeout=PATIENCE) as response:
-                page = response.read().decode()
-            (line,) = (each for each in page.splitlines() if "lora_requests_info{" in each)
-            assert f'running_lora_adapters="{running}"' in line, key
-            assert f'waiting_lora_adapters="{waiting}"' in line, key
+        for address in (server.metrics_address, server.http_address):
+            for name, running, waiting in told:
+                headers = {"Authorization": f"Bearer {name}"}
+                request = urllib.request.Request(f"http://{address}/metrics", headers=headers)
+                with urllib.request.urlopen(request, timeout=PATIENCE) as response:
+                    page = response.read().decode()
+                (line,) = (each for each in page.splitlines() if "lora_requests_info{" in each)
+                assert f'running_lora_adapters="{running}"' in line, name
+                assert f'waiting_lora_adapters="{waiting}"' in line, name
 
 
 def test_gauges_are_a_snapshot_of_the_engine(metrics: Server, engine: FakeEngine) -> None:

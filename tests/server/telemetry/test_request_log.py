@@ -19,14 +19,13 @@ from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.access.api_keys import Caller, Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord, CallSource, CallTracker
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.requests.slo_classes import ServiceLevel
 from jaxserve.server.server import Server
 from jaxserve.server.telemetry.request_log import Fields, RequestLog, log_fields
 from tests.server.access.test_keys import key
-from tests.server.batches.journals import opened
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -201,17 +200,15 @@ def test_what_was_said_is_there_if_asked_for(engine: FakeEngine, lines: Lines) -
 
 def test_lines_of_batches_have_theirs(engine: FakeEngine, tmp_path: Path, lines: Lines) -> None:
     access = Access(Keys(fixed=[key("alice")]))
-    with opened(tmp_path) as journal:
-        settings = BatchSettings(journal, 4, 1e9)
-        with (
-            Server(engine, grace_s=0.0, options=LOGGED, batches=settings, access=access) as server,
-            Client(server.address, api_key="alice") as client,
-        ):
-            client.submit_batch("mine", [make_line("abc", max_tokens=2), make_line("de")])
-            engine.wait(lambda: len(engine.live) == 2)
-            engine.step(2)
-            client.cancel_batch("mine")
-            engine.wait(lambda: not engine.live)
+    with (
+        serving(engine, tmp_path, options=LOGGED, access=access) as server,
+        Client(server.address, api_key="alice") as client,
+    ):
+        client.submit_batch("mine", [make_line("abc", max_tokens=2), make_line("de")])
+        engine.wait(lambda: len(engine.live) == 2)
+        engine.step(2)
+        client.cancel_batch("mine")
+        engine.wait(lambda: not engine.live)
     found = {line["line"]: line for line in lines() if line["door"] == "batch"}
     assert sorted(found) == [0, 1]
     about = [found[0][name] for name in ("method", "batch", "key", "ending", "tier")]
@@ -230,15 +227,13 @@ def test_lines_of_batches_have_theirs(engine: FakeEngine, tmp_path: Path, lines:
 def test_lines_that_wait_for_the_next_server_say_so(
     engine: FakeEngine, tmp_path: Path, lines: Lines
 ) -> None:
-    with opened(tmp_path) as journal:
-        settings = BatchSettings(journal, 4, 1e9)
-        with (
-            Server(engine, grace_s=0.0, options=LOGGED, batches=settings) as server,
-            Client(server.address) as client,
-        ):
-            client.submit_batch("mine", [make_line("abc"), make_line("de")])
-            engine.wait(lambda: len(engine.live) == 2)
-            engine.step()
+    with (
+        serving(engine, tmp_path, options=LOGGED) as server,
+        Client(server.address) as client,
+    ):
+        client.submit_batch("mine", [make_line("abc"), make_line("de")])
+        engine.wait(lambda: len(engine.live) == 2)
+        engine.step()
     served = [line for line in lines() if line["door"] == "batch"]
     assert [line["ending"] for line in served] == ["shutting_down"] * 2
     assert [line["output_tokens"] for line in served] == [1, 1]

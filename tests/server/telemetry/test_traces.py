@@ -206,17 +206,10 @@ def test_of_a_calls_headers_those_of_its_trace(headers: Any, found: dict[str, st
     [
         "a=b\nc=d",
         "a=\x1b[31mred",
-        "a=b,a=c",
-        "A=b",
-        "a=",
-        "a",
-        "a=b,=c",
         "a=\xfc",
         "a=" + "x" * 257,
-        "a=b=c",
         ",".join(f"k{each}=v" for each in range(33)),
         ",".join(f"key-of-some-length-{each}=v" for each in range(32)),
-        ",",
         "",
     ],
 )
@@ -234,6 +227,8 @@ def test_what_is_no_state_of_a_trace_goes_nowhere(
 
 
 @example("1=1")
+@example("a=b,a=c")
+@example(",")
 @given(st.text(alphabet="ab1=,@ \t-_A\x1f", max_size=30))
 def test_a_state_is_as_opentelemetry_has_it(state: str) -> None:
     found = trace_context([("traceparent", HEADER), ("tracestate", state)]).get("tracestate")

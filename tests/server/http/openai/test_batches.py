@@ -15,12 +15,12 @@ import pytest
 
 from jaxserve.client import Client
 from jaxserve.sched.request import Grammar, Tier
-from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.http.openai import files
 from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.server import Server
-from tests.server.fake_engine import INFO, FakeEngine
+from tests.server.batches.serving import journal_of, serving
+from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 
 
@@ -40,17 +40,14 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, Any]:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    journal = Journal(tmp_path, max_bytes=1 << 20)
-    yield journal
-    journal.close()
+def server(engine: FakeEngine, tmp_path: Path) -> Iterator[Server]:
+    with serving(engine, tmp_path, http=SETTINGS, max_bytes=1 << 20) as server:
+        yield server
 
 
 @pytest.fixture
-def server(engine: FakeEngine, journal: Journal) -> Iterator[Server]:
-    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
-    with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings) as server:
-        yield server
+def journal(server: Server) -> Journal:
+    return journal_of(server)
 
 
 def ended(client: openai.OpenAI, server: Server, name: str) -> Any:
@@ -263,27 +260,16 @@ def test_batches_and_files_are_listed(
         ended(client, server, name)
 
 
-def test_a_batch_that_the_journal_forgot_is_gone(
-    client: openai.OpenAI, running: FakeEngine, server: Server, journal: Journal
-) -> None:
-    batch = create(client, [line("a", prompt="a")])
-    ended(client, server, batch.id)
-    journal.delete(batch.id)
-    with pytest.raises(openai.NotFoundError):
-        client.batches.retrieve(batch.id)
-    assert client.batches.list().data == []
-
-
-@pytest.mark.parametrize("name", ["file-x", "../batches", "batch-" + "0" * 32])
-def test_what_is_not_there(client: openai.OpenAI, name: str) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.files.retrieve(name)
-    with pytest.raises(openai.NotFoundError):
-        client.batches.retrieve(name)
-    with pytest.raises(openai.NotFoundError):
-        client.batches.create(
-            input_file_id=name, endpoint="/v1/completions", completion_window="24h"
-        )
+def test_what_is_not_there(client: openai.OpenAI) -> None:
+    for name in ("file-x", "../batches", "batch-" + "0" * 32):
+        asked: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+        for call in (
+            client.files.retrieve,
+            client.batches.retrieve,
+            lambda name, asked=asked: client.batches.create(input_file_id=name, **asked),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call(name)
 
 
 def test_too_much_is_refused_and_leaves_nothing(client: openai.OpenAI, tmp_path: Path) -> None:
@@ -317,10 +303,6 @@ def test_without_a_directory_there_are_none(engine: FakeEngine) -> None:
         pytest.raises(openai.APIStatusError, match="takes no batches"),
     ):
         client.batches.list()
-
-
-def test_model_names_are_this_servers(client: openai.OpenAI) -> None:
-    assert client.models.list().data[0].id == INFO.model
 
 
 def test_a_client_that_hangs_up_makes_no_batch(

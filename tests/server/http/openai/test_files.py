@@ -23,7 +23,6 @@ import python_multipart
 from jaxserve.client import Client, ServerError, make_line
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
-from jaxserve.server.batches.batch_operations import BatchSettings
 from jaxserve.server.batches.journal import Journal
 from jaxserve.server.batches.records import Quota
 from jaxserve.server.http.errors import ApiError
@@ -31,6 +30,7 @@ from jaxserve.server.http.openai import files
 from jaxserve.server.http.openai.files import FileStore, StoredFile
 from jaxserve.server.server import Server
 from tests.server.access.test_keys import key
+from tests.server.batches.serving import journal_of, serving
 from tests.server.fake_engine import PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 
@@ -40,19 +40,16 @@ KIND = {"Content-Type": f"multipart/form-data; boundary={MARK}"}
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
-    journal = Journal(tmp_path, max_bytes=16 * MIB)
-    yield journal
-    journal.close()
+def server(engine: FakeEngine, tmp_path: Path) -> Iterator[Server]:
+    keys = [key("alice"), key("bob", files_mib=1, files=2), key("dave", concurrency=1)]
+    access = Access(Keys(fixed=keys))
+    with serving(engine, tmp_path, http=SETTINGS, access=access, max_bytes=16 * MIB) as server:
+        yield server
 
 
 @pytest.fixture
-def server(engine: FakeEngine, journal: Journal) -> Iterator[Server]:
-    keys = [key("alice"), key("bob", files_mib=1, files=2), key("dave", concurrency=1)]
-    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
-    access = Access(Keys(fixed=keys))
-    with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings, access=access) as server:
-        yield server
+def journal(server: Server) -> Journal:
+    return journal_of(server)
 
 
 def called(server: Server, name: str) -> openai.OpenAI:
@@ -101,7 +98,7 @@ def test_a_reader_who_does_not_read_costs_little(
     name = upload(alice, b"x")
     size = 64 * MIB
     os.truncate(tmp_path / "files" / f"{name}.jsonl", size)  # as if it had been as long
-    plain = Plain(server.http_address or "")
+    plain = Plain(server)
     head = (
         f"GET /v1/files/{name}/content HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer alice\r\n\r\n"
     )
@@ -211,13 +208,10 @@ def test_a_batch_can_be_deleted_once_it_is_over(
     assert alice.batches.list().data == []
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [{str(k): "v" for k in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}],
-)
-def test_metadata_are_bounded(alice: openai.OpenAI, metadata: dict[str, str]) -> None:
-    with pytest.raises(openai.BadRequestError, match="metadata"):
-        create(alice, line("a"), metadata=metadata)
+def test_metadata_are_bounded(alice: openai.OpenAI) -> None:
+    for metadata in ({str(k): "v" for k in range(17)}, {"k" * 65: "v"}, {"k": "v" * 513}):
+        with pytest.raises(openai.BadRequestError, match="metadata"):
+            create(alice, line("a"), metadata=metadata)
 
 
 def test_a_page_is_bounded_and_goes_on(
@@ -299,7 +293,7 @@ def test_a_disk_that_is_full_for_lines(
 
 
 def test_whoever_hangs_up_has_no_place(server: Server, bob: openai.OpenAI, tmp_path: Path) -> None:
-    plain = Plain(server.http_address or "")
+    plain = Plain(server)
     with plain.socket() as begun:
         head = f'--{MARK}\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n'
         begun.sendall(
@@ -316,7 +310,7 @@ def test_a_download_is_an_open_call_until_it_is_read_or_left(server: Server) -> 
     with called(server, "dave") as dave:
         name = upload(dave, b"x" * (MIB // 2))
         path = f"/v1/files/{name}/content"
-        reader = Plain(server.http_address or "").socket()
+        reader = Plain(server).socket()
         reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer dave\r\n\r\n"
         reader.sendall(head.encode() * 64)  # one after the other: more than any buffer holds
@@ -362,14 +356,20 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_a_form_that_is_none_is_refused(server: Server, what: str) -> None:
-    connection = Plain(server.http_address or "").connect()
-    headers = {**KIND, "Authorization": "Bearer alice"}
-    connection.request("POST", "/v1/files", HOSTILE[what], headers)
-    answer = connection.getresponse()
-    assert answer.status == 400, answer.read()
-    connection.close()
+def test_a_form_that_is_none_is_refused(server: Server) -> None:
+    plain, named = Plain(server), {"Authorization": "Bearer alice"}
+    other = {"Content-Type": "application/x-www-form-urlencoded"}
+    for body, kind in (
+        *((each, KIND) for each in HOSTILE.values()),
+        ("purpose=batch&file=a", other),
+    ):
+        connection = plain.connect()
+        connection.request("POST", "/v1/files", body, {**kind, **named})
+        answer = connection.getresponse()
+        said = answer.read()
+        assert answer.status == 400, said
+        connection.close()
+    assert b"multipart/form-data" in said
 
 
 def test_a_form_is_looked_at_in_pieces(
@@ -386,16 +386,6 @@ def test_a_form_is_looked_at_in_pieces(
     content = b"\r\n--" * MIB
     assert alice.files.content(upload(alice, content)).content == content
     assert max(sizes) <= 16 << 10
-
-
-def test_a_form_has_parts(server: Server) -> None:
-    connection = Plain(server.http_address or "").connect()
-    kind = "application/x-www-form-urlencoded"
-    headers = {"Content-Type": kind, "Authorization": "Bearer alice"}
-    connection.request("POST", "/v1/files", b"purpose=batch&file=a", headers)
-    answer = connection.getresponse()
-    assert answer.status == 400 and b"multipart/form-data" in answer.read()
-    connection.close()
 
 
 def test_a_name_is_bounded(alice: openai.OpenAI) -> None:
@@ -420,11 +410,11 @@ def test_a_line_that_is_far_too_long_fails_by_itself(
     assert "takes more than 5,000 bytes" in error
 
 
-@pytest.mark.parametrize("path", ["", "/content"])
-def test_a_batch_is_no_file(alice: openai.OpenAI, path: str) -> None:
+def test_a_batch_is_no_file(alice: openai.OpenAI) -> None:
     batch = create(alice, line("a"))
-    with pytest.raises(openai.NotFoundError):
-        alice.get(f"/files/{batch.id}{path}", cast_to=object)
+    for path in ("", "/content"):
+        with pytest.raises(openai.NotFoundError):
+            alice.get(f"/files/{batch.id}{path}", cast_to=object)
 
 
 # The store itself.

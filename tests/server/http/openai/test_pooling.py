@@ -44,8 +44,7 @@ def scored(engine: FakeEngine) -> Iterator[Plain]:
     options = ServerOptions(scoring=scoring)
     engine.run()
     with Server(engine, options=options, grace_s=0.0, http=SETTINGS) as server:
-        assert server.http_address is not None
-        yield Plain(server.http_address, server)
+        yield Plain(server)
 
 
 def test_openais_client_gets_vectors(client: openai.OpenAI, running: FakeEngine) -> None:
@@ -95,10 +94,9 @@ def test_vllms_pooling(plain: Plain, running: FakeEngine) -> None:
     assert entry["data"] == pytest.approx(vector("hello", 2).tolist(), abs=1e-6)
 
 
-@pytest.mark.parametrize("path", ["/score", "/v1/score"])
-def test_scores_are_cosines_without_tokens(plain: Plain, running: FakeEngine, path: str) -> None:
+def test_scores_are_cosines_without_tokens(plain: Plain, running: FakeEngine) -> None:
     body = {"queries": "abc", "documents": ["abc", "a", "abc"]}
-    status, found, _ = plain.call("POST", path, body)
+    status, found, _ = plain.call("POST", "/v1/score", body)
     assert status == 200 and found["object"] == "list"
     assert [entry["score"] for entry in found["data"]] == pytest.approx(
         [1, float(vector("abc") @ vector("a")), 1], abs=1e-6
@@ -123,8 +121,8 @@ def test_scores_by_tokens(plain: Plain, running: FakeEngine, scored: Plain) -> N
     assert found["data"][0]["score"] == pytest.approx(1 / (1 + np.exp(-6.5)), abs=1e-6)
 
 
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_the_best_come_first(plain: Plain, running: FakeEngine, path: str) -> None:
+def test_the_best_come_first(plain: Plain, running: FakeEngine) -> None:
+    path = "/v2/rerank"
     body = {"query": "abcd", "documents": ["a", {"text": "abcd"}, "abc"], "top_n": 2}
     status, found, _ = plain.call("POST", path, body)
     assert status == 200 and found["id"].startswith("rerank-")
@@ -140,7 +138,6 @@ def test_the_best_come_first(plain: Plain, running: FakeEngine, path: str) -> No
     ("path", "fields", "param", "said"),
     [
         ("/v1/embeddings", {"input": []}, "input", "has no prompts; 1 to 2048"),
-        ("/v1/embeddings", {"input": ""}, "input", "is empty"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input.1", "is empty"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 prompts; 1 to 2048"),
         ("/v1/embeddings", {"input": ["a", 1]}, "input.1", "must be as the first prompt"),
@@ -152,24 +149,17 @@ def test_the_best_come_first(plain: Plain, running: FakeEngine, path: str) -> No
         ("/v1/embeddings", {"input": {"a": 1}}, "input", "must be a string, or a list"),
         ("/v1/embeddings", {"dimensions": 5}, "dimensions", "at most 4, got 5"),
         ("/v1/embeddings", {"dimensions": 0}, "dimensions", "at least 1"),
-        ("/v1/embeddings", {"dimensions": 1.5}, "dimensions", "whole number"),
         ("/v1/embeddings", {"encoding_format": "int8"}, "encoding_format", "float"),
         ("/v1/embeddings", {"pooling": "max"}, "pooling", "last"),
-        ("/v1/embeddings", {"temperature": 1}, "temperature", "no such field"),
-        ("/v1/embeddings", {"model": "other"}, "model", "no model 'other'"),
         ("/v1/embeddings", {"slo_class": "none"}, "slo_class", "none"),
-        ("/v1/embeddings", {"request_id": "a\0"}, "request_id", "printed"),
         ("/score", {"text_2": None}, "text_1", "are needed"),
         ("/score", {"queries": "a"}, "text_1", "are needed"),
-        ("/score", {"text_2": []}, "text_2", "1 to 2048"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_2", "beside 2"),
         ("/score", {"text_2": [{"text": "a", "image": "b"}]}, "text_2.0", "must be a string"),
         ("/score", {"text_1": ["a"] * 2049, "text_2": ["a"] * 2049}, "text_1", "1 to 2048"),
-        ("/score", {"tokens": ["A"]}, "template", "must be a text with {query}"),
         ("/score", {"tokens": ["A"], "template": "{query}"}, "template", "{document}"),
         ("/score", {"template": "{query}{document}"}, "template", "only for scores by tokens"),
         ("/score", {"tokens": ["AB"], "template": "{query}{document}"}, "tokens", "is 2 tokens"),
-        ("/score", {"tokens": [""], "template": "{query}{document}"}, "tokens", "is 0 tokens"),
         ("/score", {"tokens": ["A" * 60_000], "template": "{query}{document}"}, "tokens", "60000"),
         ("/score", {"tokens": ["A"] * 17}, "tokens", "at most 16"),
         ("/rerank", {"tokens": [100_000], "template": "{query}{document}"}, "tokens", "outside"),
@@ -181,7 +171,6 @@ def test_the_best_come_first(plain: Plain, running: FakeEngine, path: str) -> No
         ),
         ("/score", {"text_2": "a" * 4096}, "text_2", "at most 4095"),
         ("/rerank", {"documents": ["a" * 4096]}, "documents", "at most 4095"),
-        ("/rerank", {"documents": []}, "documents", "1 to 2048"),
         ("/rerank", {"documents": ["a"] * 2049}, "documents", "1 to 2048"),
         ("/rerank", {"top_n": -1}, "top_n", "at least 0"),
         ("/rerank", {"query": ["a"]}, "query", "must be a string"),
@@ -202,11 +191,11 @@ def test_what_is_refused(
     assert not engine.requests
 
 
-@pytest.mark.parametrize("path", PATHS)
-def test_half_a_surrogate_is_no_text(plain: Plain, running: FakeEngine, path: str) -> None:
-    raw = json.dumps(PATHS[path]).replace("hello", "\\ud800").replace('"a"', '"\\ud800"').encode()
-    status, body, _ = plain.call("POST", path, raw)
-    assert status == 400 and "half a surrogate pair" in body["error"]["message"]
+def test_half_a_surrogate_is_no_text(shared: Plain) -> None:
+    for path, body in PATHS.items():
+        raw = json.dumps(body).replace("hello", "\\ud800").replace('"a"', '"\\ud800"').encode()
+        status, answer, _ = shared.call("POST", path, raw)
+        assert status == 400 and "half a surrogate pair" in answer["error"]["message"]
 
 
 def test_a_body_has_room_for_as_many_tokens_as_a_call_may_have(

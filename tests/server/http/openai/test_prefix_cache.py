@@ -1,4 +1,4 @@
-"""What calls say of the prefix cache, and are told of it."""
+"""What calls say of the prefix cache and of drafts, and are told of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import openai
-import pytest
 
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import Plain
@@ -46,14 +45,14 @@ def test_streams_say_it_where_they_say_usage(client: openai.OpenAI, running: Fak
         assert told(last.usage) == 4
 
 
-@pytest.mark.parametrize("salt", ["", "me", "\0", "s" * 256, "\U0001f98a" * 256, None])
-def test_a_salt_arrives(plain: Plain, running: FakeEngine, salt: str | None) -> None:
+def test_a_salt_arrives(plain: Plain, running: FakeEngine) -> None:
     """And a key for caches, which is a hint for routers, changes nothing."""
-    own = {"cache_salt": salt, "max_tokens": 1, "prompt_cache_key": "mine"}
-    for path, what in (("completions", {"prompt": ["a", "b"]}), ("chat/completions", {})):
-        body = {**(what or {"messages": CHAT}), **own}
-        assert plain.call("POST", f"/v1/{path}", body)[0] == 200
-    assert [request.cache_salt for request in running.requests] == [salt or ""] * 3
+    for salt in ("", "me", "\0", "s" * 256, "\U0001f98a" * 256, None):
+        own = {"cache_salt": salt, "max_tokens": 1, "prompt_cache_key": "mine"}
+        for path, what in (("completions", {"prompt": ["a", "b"]}), ("chat/completions", {})):
+            body = {**(what or {"messages": CHAT}), **own}
+            assert plain.call("POST", f"/v1/{path}", body)[0] == 200
+        assert [request.cache_salt for request in running.requests[-3:]] == [salt or ""] * 3
 
 
 def test_a_reset_is_the_engines(plain: Plain, engine: FakeEngine) -> None:
@@ -68,3 +67,34 @@ def test_a_reset_is_the_engines(plain: Plain, engine: FakeEngine) -> None:
     status, answer, _ = plain.call("POST", "/reset_prefix_cache")
     assert (status, answer["error"]["code"]) == (503, "unavailable")
     assert engine.resets == 3
+
+
+SPECULATING = dataclasses.replace(INFO, speculates=True)
+
+
+def drafted(usage: Any) -> tuple[int, int]:
+    details = usage.completion_tokens_details
+    return details.accepted_prediction_tokens, details.rejected_prediction_tokens
+
+
+def test_usage_says_how_many_drafts_were_right(client: openai.OpenAI, running: FakeEngine) -> None:
+    asked: Any = {"model": "fake", "max_tokens": 2}
+    assert drafted(client.completions.create(prompt="hello", **asked).usage) == (0, 0)
+    running.drafts = 3, 1
+    assert drafted(client.completions.create(prompt="hello", n=2, **asked).usage) == (6, 2)
+    chat = {**asked, "messages": CHAT}
+    assert drafted(client.chat.completions.create(**chat).usage) == (3, 1)
+    chat |= {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = client.chat.completions.create(**chat)
+    assert drafted(last.usage) == (3, 1)
+
+
+def test_a_prediction_arrives(plain: Plain, running: FakeEngine) -> None:
+    running.served = SPECULATING
+    long = 3000 * "long "  # encoded off the event loop
+    parts = [{"type": "text", "text": "so "}, {"type": "text", "text": "it is"}]
+    for content, text in ((parts, "so it is"), ("", ""), ("\0", "\0"), (long, long)):
+        body = {"messages": CHAT, "max_tokens": 1}
+        body["prediction"] = {"type": "content", "content": content}
+        assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+        assert running.requests[-1].prediction == tuple(map(ord, text))

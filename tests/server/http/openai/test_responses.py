@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -26,7 +25,7 @@ from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS, Plain
 from tests.server.http.openai.test_reasoning import QWEN
 from tests.server.http.openai.test_reasoning import says as thinks
-from tests.server.http.openai.test_tools import CALL, CITY, deep, pieces, says
+from tests.server.http.openai.test_tools import CALL, CITY, pieces, says
 
 PATH = "/v1/responses"
 TOOL: Any = {"type": "function", "name": "weather", "parameters": CITY}
@@ -40,6 +39,7 @@ def prompt(engine: FakeEngine, which: int = -1) -> str:
 
 def test_text(client: openai.OpenAI, running: FakeEngine) -> None:
     says(running, " Hi", " there")
+    running.cached_tokens = 30
     made = client.responses.create(
         model="fake",
         instructions="Be kind.",
@@ -68,7 +68,7 @@ def test_text(client: openai.OpenAI, running: FakeEngine) -> None:
     assert made.usage is not None
     usage = made.usage
     assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (39, 2, 41)
-    assert usage.input_tokens_details.cached_tokens == 0
+    assert usage.input_tokens_details.cached_tokens == 30
     assert usage.output_tokens_details.reasoning_tokens == 0
     assert made.model_extra is not None and made.model_extra["timings"]["ttft_ms"] == 200
 
@@ -118,7 +118,7 @@ def test_a_stream_is_events_by_name(plain: Plain, running: FakeEngine) -> None:
     assert "[DONE]" not in text
 
 
-@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize("size", [1, 500])
 def test_tools(client: openai.OpenAI, running: FakeEngine, size: int) -> None:
     says(running, *pieces(f"Hm. {CALL}\n{CALL} ", size))
     asked_for: Any = {"model": "fake", "input": "How is it in Rome?", "tools": [TOOL, NOW]}
@@ -191,28 +191,6 @@ def test_turns_go_before_but_instructions_do_not(
     assert prompt(running).startswith(prompt(running, -2)[: turns.index("user: c")])
 
 
-def test_a_conversation_is_found_in_the_prefix_cache_as_its_prompts_grow(
-    client: openai.OpenAI, running: FakeEngine
-) -> None:
-    """With instructions said again, each prompt begins with the one before."""
-    says(running, "Yes")
-    last, prompts = None, []
-    for number in range(4):
-        made = client.responses.create(
-            model="fake",
-            instructions="Be kind.",
-            input=f"Question {number}",
-            previous_response_id=last,
-        )
-        last = made.id
-        prompts.append(prompt(running))
-    for before, after in itertools.pairwise(prompts):
-        assert after.startswith(before)
-    running.cached_tokens = 30
-    made = client.responses.create(model="fake", input="x", previous_response_id=last)
-    assert made.usage is not None and made.usage.input_tokens_details.cached_tokens == 30
-
-
 class Fox(pydantic.BaseModel):
     age: int
 
@@ -275,7 +253,7 @@ def thinking(engine: FakeEngine) -> Iterator[openai.OpenAI]:
     template.close()
 
 
-@pytest.mark.parametrize("size", [1, 9, 500])
+@pytest.mark.parametrize("size", [1, 500])
 def test_reasoning(thinking: openai.OpenAI, engine: FakeEngine, size: int) -> None:
     thinks(engine, f"<think>\nRome, Rome.\n</think>\n\nLet me see.{CALL}", size)
     asked_for: Any = {"model": "fake", "input": "a", "tools": [TOOL]}
@@ -446,7 +424,7 @@ def test_tenants_see_their_own_only(engine: FakeEngine) -> None:
 def test_a_store_that_is_off_or_full(engine: FakeEngine) -> None:
     off = ServerOptions(responses=ResponseLimits(bytes=0))
     with Server(engine.run(), grace_s=0.0, http=SETTINGS, options=off) as server:
-        plain = Plain(str(server.http_address))
+        plain = Plain(server)
         status, made, _ = plain.call("POST", PATH, {"input": "a", "max_output_tokens": 1})
         assert (status, made["store"]) == (200, False)
         assert plain.call("GET", f"{PATH}/{made['id']}")[0] == 404
@@ -458,9 +436,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "is required"),
     ({"input": []}, "input", "at least 1"),
     ({"input": 5}, "input", "must be a list"),
-    ({"input": [5]}, "input.0", "must be an object"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0", "'item_reference' items are"),
-    ({"input": [{"type": 5}]}, "input.0", "5 items are not served"),
     ({"input": [{"type": []}]}, "input.0", "items are not served"),
     ({"input": [*ASK, {"role": "tool", "content": "a"}]}, "input.1.role", "must be 'user'"),
     ({"input": [{"role": "user"}]}, "input.0.content", "is required"),
@@ -487,19 +463,13 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "there is no function_call 'd'",
     ),
     ({"input": ASK * 10_001}, "input", "10000"),
-    ({"input": "\ud800"}, "input", "half a surrogate pair"),
     ({"input": [{"role": "user", "content": "\udfff"}]}, "input.0.content", "half a surrogate"),
     ({"input": "a" * 5000}, "input", "has 5017 tokens; at most"),
     ({"instructions": ["a"]}, "instructions", "must be a string"),
     ({"previous_response_id": "r" * 400}, "previous_response_id", "256 characters"),
     ({"background": True}, "background", "must be False"),
     ({"conversation": "conv_1"}, "conversation", "no such field"),
-    ({"prompt": {"id": "p"}}, "prompt", "no such field"),
-    ({"max_tool_calls": 1}, "max_tool_calls", "no such field"),
     ({"truncation": "auto"}, "truncation", "must be 'disabled'"),
-    ({"n": 2}, "n", "no such field"),
-    ({"messages": ASK}, "messages", "no such field"),
-    ({"response_format": {"type": "text"}}, "response_format", "no such field"),
     ({"stream_options": {"include_usage": True}}, "stream_options.include_usage", "no such"),
     ({"include": ["file_search_call.results"]}, "include.0", "must be"),
     ({"top_logprobs": 2}, "top_logprobs", "needs include"),
@@ -517,12 +487,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "is bad",
     ),
     ({"tools": [{"type": "web_search"}]}, "tools.0", "'web_search' tools are not served"),
-    ({"tools": [{**TOOL, "name": f"f{i}"} for i in range(1000)]}, "tools", "at most 128"),
     ({"tools": [TOOL, TOOL]}, "tools.1.name", "two tools are named 'weather'"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function", "no such field"),
-    ({"tools": [{**TOOL, "parameters": deep(40)}]}, "tools.0.parameters", "nested more than 32"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "must be 'function'"),
     (
         {"tools": [TOOL], "tool_choice": {"type": "function", "name": "fly"}},
@@ -530,9 +497,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "there is no tool 'fly'",
     ),
     ({"max_output_tokens": 0}, "max_output_tokens", "must be"),
-    ({"max_output_tokens": 10**400}, "max_output_tokens", ""),
-    ({"temperature": -1}, "temperature", "must be"),
-    ({"metadata": {"a": 1}}, "metadata.a", "must be a string"),
 ]
 
 
@@ -548,35 +512,12 @@ def test_what_is_refused(
     assert not engine.requests
 
 
-NAMES = ["x", "r" * 400, "%00", "%ED%A0%80", "..%2F..", "%F0%9F%A6%8A" * 50, "resp_" + "0" * 32]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ids_that_nobody_has(refusing: tuple[Plain, FakeEngine], name: str) -> None:
-    plain, _ = refusing
-    for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel")):
-        status, found, _ = plain.call(method, f"{PATH}/{name}{path}")
-        assert status == 404 and len(found["error"]["message"]) < 1000
-
-
-def test_a_conversation_longer_than_the_model_takes(plain: Plain, running: FakeEngine) -> None:
-    says(running, "Yes")
-    last = None
-    for _ in range(5):
-        body = {"input": "a" * 1000, "previous_response_id": last}
-        status, found, _ = plain.call("POST", PATH, body)
-        if status != 200:
-            break
-        last = found["id"]
-    assert (status, found["error"]["param"]) == (400, "input")
-    assert "tokens; at most 4095 can be served" in found["error"]["message"]
-
-
-def test_nul_is_text(plain: Plain, running: FakeEngine) -> None:
-    says(running, "\0")
-    status, made, _ = plain.call("POST", PATH, {"input": "\0"})
-    assert status == 200 and made["output"][0]["content"][0]["text"] == "\0"
-    assert plain.call("GET", f"{PATH}/{made['id']}")[1] == made
+def test_ids_that_nobody_has(refusing: tuple[Plain, FakeEngine]) -> None:
+    ways = (("GET", ""), ("DELETE", ""), ("GET", "/input_items"), ("POST", "/cancel"))
+    for name in ("x", "r" * 400, "%00", "%ED%A0%80", "..%2F..", "resp_" + "0" * 32):
+        for method, path in ways:
+            status, found, _ = refusing[0].call(method, f"{PATH}/{name}{path}")
+            assert status == 404 and len(found["error"]["message"]) < 1000
 
 
 def test_an_engine_that_fails_while_it_streams(client: openai.OpenAI, engine: FakeEngine) -> None:

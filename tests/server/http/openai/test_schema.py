@@ -18,24 +18,18 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from jaxserve.server.batches.batch_operations import BatchSettings
-from jaxserve.server.batches.journal import Journal
-from jaxserve.server.server import Server
+from tests.server.batches.serving import serving
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import SETTINGS
 
 LONG = "JAXSERVE_FUZZ_MINUTES" in os.environ
-CALLS = 150 if LONG else 15  # of each path
+CALLS = 150 if LONG else 10  # of each path
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    engine = FakeEngine().run()
-    journal = Journal(tmp_path_factory.mktemp("batches"), max_bytes=1 << 24)
-    settings = BatchSettings(journal, in_flight=4, keep_s=3600.0)
-    with Server(engine, grace_s=0.0, http=SETTINGS, batches=settings) as server:
+    with serving(FakeEngine().run(), tmp_path_factory.mktemp("b"), http=SETTINGS) as server:
         yield f"http://{server.http_address}"
-    journal.close()
 
 
 PATHS = [

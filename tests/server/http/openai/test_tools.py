@@ -88,13 +88,12 @@ def test_content_is_null_beside_calls(client: openai.OpenAI, running: FakeEngine
     assert made.choices[0].finish_reason == "length"
 
 
-@pytest.mark.parametrize("choice", ["required", tool_named("now")])
 def test_a_forced_call_that_is_cut_off_is_no_content(
-    client: openai.OpenAI, running: FakeEngine, choice: Any
+    client: openai.OpenAI, running: FakeEngine
 ) -> None:
     says(running, *pieces('<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'))
     running.ends_at = None
-    ask: Any = {"model": "fake", "messages": ASK, "tools": TOOLS, "tool_choice": choice}
+    ask: Any = {"model": "fake", "messages": ASK, "tools": TOOLS, "tool_choice": tool_named("now")}
     for most in (2, 5):  # within the tag, and within the name
         (made,) = client.chat.completions.create(**ask, max_tokens=most).choices
         assert (made.finish_reason, made.message.content) == ("length", None)
@@ -105,7 +104,7 @@ def test_a_forced_call_that_is_cut_off_is_no_content(
         assert not any(chunk.delta.content or chunk.delta.tool_calls for chunk in chunks)
 
 
-@pytest.mark.parametrize("size", [1, 7, 500])
+@pytest.mark.parametrize("size", [1, 500])
 def test_streamed(client: openai.OpenAI, running: FakeEngine, size: int) -> None:
     says(running, *pieces(f"Hm. {CALL}\n{CALL} ", size))
     with client.chat.completions.stream(model="fake", messages=ASK, tools=TOOLS, n=2) as stream:
@@ -153,19 +152,17 @@ FORCED: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "start", "has"), FORCED)
-def test_what_is_held_to_a_grammar(
-    plain: Plain, running: FakeEngine, fields: dict[str, Any], start: str, has: str
-) -> None:
+def test_what_is_held_to_a_grammar(plain: Plain, running: FakeEngine) -> None:
     says(running, CALL)
-    body = {"messages": ASK, "tools": TOOLS, **fields}
-    assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
-    grammar = running.requests[-1].sampling.grammar
-    assert grammar is not None and grammar.kind is GrammarKind.LARK
-    lark = json.loads(grammar.text)["lark"]
-    assert start in lark and has in lark
-    if "tool_choice" in fields and fields["tool_choice"] != "required":
-        assert "weather" not in lark
+    for fields, start, has in FORCED:
+        body = {"messages": ASK, "tools": TOOLS, **fields}
+        assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+        grammar = running.requests[-1].sampling.grammar
+        assert grammar is not None and grammar.kind is GrammarKind.LARK
+        lark = json.loads(grammar.text)["lark"]
+        assert start in lark and has in lark
+        if "tool_choice" in fields and fields["tool_choice"] != "required":
+            assert "weather" not in lark
 
 
 OF_SCHEMA: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
@@ -222,20 +219,24 @@ def named(parameters: Any) -> dict[str, Any]:
     return {"tools": [tool(), tool("f", parameters=parameters)]}
 
 
+def asked(arguments: str) -> dict[str, Any]:
+    """The turn of a model that calls."""
+    called = {"name": "weather", "arguments": arguments}
+    call = {"id": "call_1", "type": "function", "function": called}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 AT = "tools.1.function.parameters"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(f"f{i}") for i in range(1000)]}, "tools", "at most 128"),
     ({"tools": [tool(), tool()]}, "tools.1.function.name", "two tools are named 'weather'"),
     ({"tools": [tool("a b")]}, "tools.0.function.name", "pattern"),
-    ({"tools": [tool("a" * 65)]}, "tools.0.function.name", "pattern"),
-    ({"tools": [tool("")]}, "tools.0.function.name", "pattern"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type", "function"),
     ({"tools": [tool(description="a" * 20_000)]}, "tools.0.function.description", "16384"),
     ({"tools": [tool(strict="yes")]}, "tools.0.function.strict", "true or false"),
     ({"tools": [tool(other=1)]}, "tools.0.function.other", "no such field"),
     (named([]), AT, "object"),
     (named({"type": "string"}), AT, "type: must be 'object'"),
-    (named({"type": "objekt"}), AT, "type: must be 'object'"),
     (named({"properties": {"a": 1}}), AT, "properties.a: must be a JSON Schema"),
     (named({"properties": []}), AT, "properties: must be an object"),
     (named({"properties": {"a": {"type": "text"}}}), AT, "properties.a.type: must be one of"),
@@ -250,46 +251,21 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": "always"}, "tool_choice", "must be none, auto, required"),
-    ({"tool_choice": 1}, "tool_choice", "must be none, auto, required"),
     ({"tool_choice": {"type": "custom"}}, "tool_choice.type", "function"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
-    (
-        {"tool_choice": {"type": "function", "function": {"name": "fly"}}},
-        "tool_choice.function.name",
-        "there is no tool 'fly'",
-    ),
+    ({"tool_choice": tool_named("fly")}, "tool_choice.function.name", "there is no tool 'fly'"),
     ({"guided_regex": "a"}, "guided_regex", "cannot stand beside tools"),
     ({"guided_json": "{"}, "guided_json", "must be a JSON Schema"),
     ({"guided_json": "[" * 60_000}, "guided_json", "must be a JSON Schema"),
-    ({"guided_json": {"bad": 1}}, "guided_json", "is bad"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     (
         {"tool_choice": "required", "response_format": OF_SCHEMA | {"type": "json_object"}},
         "response_format.json_schema",
         "is not for type json_object",
     ),
-    ({"functions": [{"name": "f"}]}, "functions", "no such field"),
     ({"function_call": "auto"}, "function_call", "no such field"),
     ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools", "field of the call"),
-    (
-        {
-            "messages": [
-                *ASK,
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {
-                            "id": "a",
-                            "type": "function",
-                            "function": {"name": "f", "arguments": "1" * (1 << 20)},
-                        }
-                    ],
-                },
-            ]
-        },
-        "messages",
-        "tokens; at most",
-    ),
+    ({"messages": [*ASK, asked("1" * (1 << 20))]}, "messages", "tokens; at most"),
 ]
 
 
@@ -327,16 +303,13 @@ def test_a_tool_that_no_grammar_holds_does_not_fail_a_call_of_another(
     assert "x-schema-not-enforced" not in headers
 
 
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_stop_strings_do_not_cut_calls_that_are_forced(
-    plain: Plain, running: FakeEngine, choice: str
-) -> None:
-    stops = {"stop": ["Rome"], "stop_token_ids": [7]}
-    body = {"messages": ASK, "tools": TOOLS, "tool_choice": choice, "max_tokens": 1, **stops}
-    assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
-    sampling = running.requests[-1].sampling
-    known = ((), ()) if choice == "required" else (("Rome",), (7,))
-    assert (sampling.stop, sampling.stop_token_ids) == known
+def test_stop_strings_do_not_cut_calls_that_are_forced(plain: Plain, running: FakeEngine) -> None:
+    for choice, known in (("auto", (("Rome",), (7,))), ("required", ((), ()))):
+        stops = {"stop": ["Rome"], "stop_token_ids": [7], "tool_choice": choice}
+        body = {"messages": ASK, "tools": TOOLS, "max_tokens": 1, **stops}
+        assert plain.call("POST", "/v1/chat/completions", body)[0] == 200
+        sampling = running.requests[-1].sampling
+        assert (sampling.stop, sampling.stop_token_ids) == known
 
 
 def test_many_tools_hold_up_nobody_else(
@@ -390,17 +363,7 @@ READS = (
 )
 HISTORY: Any = [
     *ASK,
-    {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [
-            {
-                "id": "call_1",
-                "type": "function",
-                "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-            }
-        ],
-    },
+    asked('{"city": "Rome"}'),
     {"role": "tool", "tool_call_id": "call_1", "content": "Sunny."},
 ]
 
@@ -410,8 +373,7 @@ def reading(engine: FakeEngine) -> Iterator[Plain]:
     """A server whose template reads tools."""
     settings = dataclasses.replace(SETTINGS, template=ChatTemplate(READS))
     with Server(engine.run(), grace_s=0.0, http=settings) as server:
-        assert server.http_address is not None
-        yield Plain(server.http_address, server)
+        yield Plain(server)
 
 
 def prompt(engine: FakeEngine) -> str:
