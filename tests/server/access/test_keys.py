@@ -189,6 +189,19 @@ def test_counts_outlive_a_change(tmp_path: Path) -> None:
     keys.caller(b"Bearer alice").enter().close()
 
 
+def test_nobody_waits_longer_than_the_minute_for_a_rate_that_was_lowered(tmp_path: Path) -> None:
+    path, clock = tmp_path / "keys", Clock()
+    write(path, key("alice", rate=60))
+    keys = Keys(path, clock=clock)
+    for _ in range(60):
+        keys.caller(b"Bearer alice").enter().close()
+    write(path, key("alice", rate=1))
+    clock.now += 1.0
+    with pytest.raises(RateLimited) as error:
+        keys.caller(b"Bearer alice").enter()
+    assert error.value.retry_s == pytest.approx(60.0)
+
+
 @pytest.mark.parametrize("how", ["nonsense", "gone", "duplicate", "bytes"])
 def test_a_file_that_turns_bad_changes_nothing_but_a_line(
     tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
