@@ -282,7 +282,10 @@ def test_functions_of_old_clients_are_tools(shared: Plain) -> None:
         ({"role": "user", "content": None}, "content is required"),
         ({"role": "user", "content": "a", "refusal": "no"}, "only an assistant has refusal"),
         ({"role": "tool", "content": "a", "function_call": {"name": "f"}}, "only an assistant"),
-        ({"role": "user", "content": [{"type": "text", "refusal": "a"}]}, "has text"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "", "refusal": "a"}]},
+            "no refusal",
+        ),
         ({"role": "user", "content": [{"type": "refusal", "text": "a"}]}, "has refusal"),
         ({"role": "assistant", "content": "", "tool_calls": [{"id": "c"}]}, "function"),
     ],
