@@ -27,6 +27,8 @@ from jaxserve_lab.bench.stress.soak_frontends import (
     GrpcDoor,
     HttpDoor,
     Refused,
+    completion,
+    error_code,
 )
 from jaxserve_lab.bench.stress.soak_metrics import AT_REST, Page, read_page
 
@@ -170,6 +172,25 @@ def test_the_metrics_are_read() -> None:
         'jaxserve:num_blocks_used{kind="kv",tier="shared",model_name="m"} 1.0\n'
     )
     assert page == Page({"num_blocks": 8.0}, {("Generate", "ok"): 3})
+
+
+def test_what_is_sent_is_a_completion_of_the_http_door() -> None:
+    asked = Asked([5, 6], 3, {"ignore_eos": True}, slo={"jct_ms": 5.0})
+    assert completion(asked, stream=True) == {
+        "prompt": [5, 6],
+        "max_tokens": 3,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "slo": {"jct_ms": 5.0},
+        "stream": True,
+    }
+
+
+def test_errors_have_a_name() -> None:
+    assert error_code(429, b'{"error": {"code": "queue_full"}}') == "queue_full"
+    assert error_code(400, b'{"error": {"code": null}}') == "400"
+    assert error_code(502, b"<html>") == "502"
+    assert Refused("queue_full").status == "queue_full"
 
 
 def test_its_table_and_exit_code_say_what_did_not_hold(

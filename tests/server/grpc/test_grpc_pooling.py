@@ -140,11 +140,13 @@ REFUSED: list[tuple[Any, str]] = [
     (make_embed_request("a", slo_class="none"), "slo_class: "),
     (make_embed_request("a", request_id="x" * 129), "request_id: has 129"),
     (make_embed_request("a", cache_salt="x" * 257), "cache_salt: has 257"),
+    (make_embed_request("a", prompt_cache_key="x" * 257), "prompt_cache_key: has 257"),
     (make_score_request([], "a"), "queries: has none"),
     (make_score_request("a", []), "documents: has none"),
     (make_score_request(["a"] * 10_000, "a"), "queries: has 10000 entries"),
     (make_score_request(["a", "b"], ["a", "b", "c"]), "documents: has 3 texts beside 2"),
     (make_score_request("a", ""), "documents: "),
+    (make_score_request("a", "b", tokens=["A"] * 17, template=BOTH), "tokens: has 17 entries"),
     (make_score_request("a", "b", tokens=[2**31 - 1], template=BOTH), "tokens: "),
     (
         pb.ScoreRequest(

@@ -140,6 +140,7 @@ def test_the_best_come_first(plain: Plain, running: FakeEngine) -> None:
         ("/v1/embeddings", {"input": []}, "input", "has no prompts; 1 to 2048"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input.1", "is empty"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, "input", "2049 prompts; 1 to 2048"),
+        ("/v1/embeddings", {"model": "other"}, "model", "no model 'other'"),
         ("/v1/embeddings", {"input": ["a", 1]}, "input.1", "must be as the first prompt"),
         ("/v1/embeddings", {"input": [[1, True]]}, "input.0.1", "must be a token id"),
         ("/v1/embeddings", {"input": [10**400]}, "input.0", "must be a token id"),

@@ -437,6 +437,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": []}, "input", "at least 1"),
     ({"input": 5}, "input", "must be a list"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0", "'item_reference' items are"),
+    ({"input": [5]}, "input.0", "must be an object"),
     ({"input": [{"type": []}]}, "input.0", "items are not served"),
     ({"input": [*ASK, {"role": "tool", "content": "a"}]}, "input.1.role", "must be 'user'"),
     ({"input": [{"role": "user"}]}, "input.0.content", "is required"),

@@ -255,6 +255,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", "required"),
     ({"tool_choice": tool_named("fly")}, "tool_choice.function.name", "there is no tool 'fly'"),
     ({"guided_regex": "a"}, "guided_regex", "cannot stand beside tools"),
+    ({"guided_json": {"bad": 1}}, "guided_json", "is bad"),
     ({"guided_json": "{"}, "guided_json", "must be a JSON Schema"),
     ({"guided_json": "[" * 60_000}, "guided_json", "must be a JSON Schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
