@@ -36,10 +36,10 @@ def notes(tag: str, root: Path = ROOT) -> str:
     if own != [version]:
         raise NoRelease(f"{tag}: jaxserve.__version__ is {own[0]}")
     changelog = (root / "CHANGELOG.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(version)}$\n(.*?)(?=^## |\Z)", changelog, re.S | re.M)
-    if found is None or not found[1].strip():
+    match = re.search(rf"^## {re.escape(version)}$\n(.*?)(?=^## |\Z)", changelog, re.S | re.M)
+    if match is None or not match[1].strip():
         raise NoRelease(f"{tag}: CHANGELOG.md has no section {version}")
-    text = found[1].strip() + "\n"
+    text = match[1].strip() + "\n"
     base = address(root).repository
     # Links are relative to the clone; the notes are shown elsewhere.
     link = rf"]({base}/blob/{tag}/\1" if base else r"](\1"

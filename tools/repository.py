@@ -68,18 +68,20 @@ class Address:
 
 def address(root: Path = ROOT) -> Address:
     """Reads the address. Raises BadAddress."""
-    said = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["jaxserve"]
-    return Address(said["repository"], said["image"])
+    fields = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
+        "jaxserve"
+    ]
+    return Address(fields["repository"], fields["image"])
 
 
 def written(root: Path = ROOT) -> dict[Path, str]:
     """Each file that contains the address, with its correct text. Raises BadAddress."""
     at = address(root)
-    found = {}
+    texts = {}
     for name, change in _files(root):
         path = root / name
-        found[path] = change(path.read_text(encoding="utf-8"), at)
-    return found
+        texts[path] = change(path.read_text(encoding="utf-8"), at)
+    return texts
 
 
 def _files(root: Path) -> Iterator[tuple[str, Callable[[str, Address], str]]]:

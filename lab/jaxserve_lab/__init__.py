@@ -1,1 +1,1 @@
-"""The lab of jaxserve: experiments, benches and compile checks, which nobody needs who serves."""
+"""The lab of jaxserve: experiments, benches and compile checks, not needed for serving."""

@@ -64,9 +64,9 @@ def main() -> None:
             print(json.dumps({"what": what, "outcome": f"not tried: no {needs}"}), flush=True)
             continue
         try:
-            found = function()
-            said = loop.run(found) if inspect.iscoroutine(found) else found
-            outcome = "works" if not said else f"works: {said}"
+            result = function()
+            words = loop.run(result) if inspect.iscoroutine(result) else result
+            outcome = "works" if not words else f"works: {words}"
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
                 raise

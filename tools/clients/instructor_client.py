@@ -34,13 +34,13 @@ def asks(mode: instructor.Mode) -> Callable[[], str]:
             "max_retries": 0,
         }
         try:
-            found = instructor.from_openai(plain, mode=mode).chat.completions.create(**asked)
+            result = instructor.from_openai(plain, mode=mode).chat.completions.create(**asked)
         except (IncompleteOutputException, InstructorRetryException) as error:
             # Any object is valid in this mode; the model must know which object to write.
             if mode is not instructor.Mode.JSON or "Error code" in str(error):
                 raise
             return "called; the model's object was another one"
-        assert isinstance(found, Weather)
+        assert isinstance(result, Weather)
         return ""
 
     return ask

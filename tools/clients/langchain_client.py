@@ -63,25 +63,25 @@ def auto() -> str:
 
 @check('with_structured_output(method="function_calling")')
 def by_function() -> None:
-    found = model().with_structured_output(Weather, method="function_calling").invoke(ASK)
-    assert isinstance(found, Weather)
+    result = model().with_structured_output(Weather, method="function_calling").invoke(ASK)
+    assert isinstance(result, Weather)
 
 
 @check('with_structured_output(method="json_schema")')
 def by_schema() -> None:
-    found = model().with_structured_output(Weather, method="json_schema").invoke(ASK)
-    assert isinstance(found, Weather)
+    result = model().with_structured_output(Weather, method="json_schema").invoke(ASK)
+    assert isinstance(result, Weather)
 
 
 @check('with_structured_output(method="json_mode")')
 def by_json_mode() -> str:
     asked = model(max_tokens=256).with_structured_output(method="json_mode", include_raw=True)
     try:
-        found = asked.invoke("Say a JSON object with the keys city and days.")
+        result = asked.invoke("Say a JSON object with the keys city and days.")
     except LengthFinishReasonError as error:
         assert " " * 9 not in (error.completion.choices[0].message.content or "")
         return "the model did not come to an end"
-    assert isinstance(found["parsed"], dict), found
+    assert isinstance(result["parsed"], dict), result
     return ""
 
 
@@ -95,14 +95,16 @@ async def many() -> None:
 
     answers = await asyncio.gather(*(chat.ainvoke(**asked(k, "whole")) for k in range(COUNT)))
     assert len(answers) == COUNT
-    assert all(each.response_metadata["finish_reason"] in ("stop", "length") for each in answers)
+    assert all(
+        answer.response_metadata["finish_reason"] in ("stop", "length") for answer in answers
+    )
 
     async def streamed(number: int) -> str:
         stream = chat.astream(**asked(number, "streamed"))
         return "".join([str(chunk.content) async for chunk in stream])
 
     texts = await asyncio.gather(*(streamed(k) for k in range(COUNT)))
-    same = sum(text == each.content for text, each in zip(texts, answers, strict=True))
+    same = sum(text == answer.content for text, answer in zip(texts, answers, strict=True))
     assert same == COUNT, f"{COUNT - same} of {COUNT} streams have another text"
 
 
@@ -120,7 +122,7 @@ async def cancelled() -> None:
     for task in tasks:
         task.cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(each, asyncio.CancelledError) for each in ended)
+    assert all(isinstance(result, asyncio.CancelledError) for result in ended)
     assert (await model(max_tokens=8).ainvoke("Hello")).content
 
 
@@ -137,9 +139,9 @@ def embeddings() -> None:
 def responses() -> None:
     chat = model(use_responses_api=True)
     assert chat.invoke(ASK).text
-    found = chat.bind_tools([get_weather], tool_choice="any").invoke(ASK)
-    assert found.tool_calls
-    for call in found.tool_calls:
+    answer = chat.bind_tools([get_weather], tool_choice="any").invoke(ASK)
+    assert answer.tool_calls
+    for call in answer.tool_calls:
         is_weather(call["args"])
 
 

@@ -46,31 +46,31 @@ def forced() -> None:
         whole = answer(tools=[TOOL], tool_choice=choice)
         chunks = list(answer(tools=[TOOL], tool_choice=choice, stream=True))
         built = litellm.stream_chunk_builder(chunks)
-        for each in (whole, built):
-            (call, *_) = each.choices[0].message.tool_calls
+        for response in (whole, built):
+            (call, *_) = response.choices[0].message.tool_calls
             is_weather(json.loads(call.function.arguments))
-            assert each.choices[0].finish_reason == "tool_calls"
+            assert response.choices[0].finish_reason == "tool_calls"
 
 
 @check("response_format=Model")
 def structured() -> None:
-    found = answer(response_format=Weather).choices[0].message.content
-    Weather.model_validate_json(found)
+    content = answer(response_format=Weather).choices[0].message.content
+    Weather.model_validate_json(content)
 
 
 @check("embedding()", needs="/v1/embeddings")
 def embeddings() -> None:
-    found = litellm.embedding(
+    response = litellm.embedding(
         f"openai/{MODEL}", input=["a fox", "a crow"], api_base=BASE_URL, api_key=KEY
     )
-    assert len(found.data) == 2 and len(found.data[0]["embedding"]) > 8
+    assert len(response.data) == 2 and len(response.data[0]["embedding"]) > 8
 
 
 @check("responses()", needs="/v1/responses")
 def responses() -> None:
     where = {"api_base": BASE_URL, "api_key": KEY}
-    found = litellm.responses(ASK, f"openai/{MODEL}", max_output_tokens=24, **where)
-    assert found.output_text
+    response = litellm.responses(ASK, f"openai/{MODEL}", max_output_tokens=24, **where)
+    assert response.output_text
 
 
 if __name__ == "__main__":

@@ -67,14 +67,14 @@ def called() -> str:
 
 @check("as_structured_llm()")
 def structured() -> None:
-    found = model().as_structured_llm(Weather).complete(ASK).raw
-    assert isinstance(found, Weather)
+    result = model().as_structured_llm(Weather).complete(ASK).raw
+    assert isinstance(result, Weather)
 
 
 @check("as_structured_llm(), with should_use_structured_outputs")
 def by_schema() -> None:
-    found = model(should_use_structured_outputs=True).as_structured_llm(Weather).complete(ASK).raw
-    assert isinstance(found, Weather)
+    result = model(should_use_structured_outputs=True).as_structured_llm(Weather).complete(ASK).raw
+    assert isinstance(result, Weather)
 
 
 @check("OpenAILikeEmbedding", needs="/v1/embeddings")

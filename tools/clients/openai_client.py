@@ -103,9 +103,9 @@ def both() -> None:
         max_tokens=128,
     )
     message = answer.choices[0].message
-    found = [call.function.parsed_arguments for call in message.tool_calls or ()]
-    found += [message.parsed] if message.parsed is not None else []
-    assert found and all(isinstance(each, Weather) for each in found)
+    objects = [call.function.parsed_arguments for call in message.tool_calls or ()]
+    objects += [message.parsed] if message.parsed is not None else []
+    assert objects and all(isinstance(item, Weather) for item in objects)
 
 
 @check("JSON modes do not fill the answer with white space")
@@ -130,20 +130,20 @@ def json_modes() -> None:
 def white_space() -> dict[str, int]:
     """A bias that makes the model write only white space, if it is allowed to."""
     root = openai.OpenAI(base_url=BASE_URL.removesuffix("/v1"), api_key=KEY)
-    found: dict[str, int] = {}
+    bias: dict[str, int] = {}
     for text in (" ", "  ", "\n", "\n\n", "\t"):
         tokens = root.post("/tokenize", body={"prompt": text}, cast_to=dict[str, Any])["tokens"]
-        found |= {str(token): 20 for token in tokens}
-    return found
+        bias |= {str(token): 20 for token in tokens}
+    return bias
 
 
 @check("embeddings", needs="/v1/embeddings")
 def embeddings() -> None:
     for form in ("float", "base64"):
-        found = client.embeddings.create(
+        response = client.embeddings.create(
             model=MODEL, input=["a fox", "a crow"], encoding_format=form
         ).data
-        assert len(found) == 2 and len(found[0].embedding) == len(found[1].embedding) > 8
+        assert len(response) == 2 and len(response[0].embedding) == len(response[1].embedding) > 8
 
 
 @check("responses: text, then previous_response_id", needs="/v1/responses")
@@ -179,7 +179,7 @@ def responses_with_tools() -> None:
         temperature=0,
         max_output_tokens=128,
     )
-    (call, *_) = [each for each in first.output if each.type == "function_call"]
+    (call, *_) = [item for item in first.output if item.type == "function_call"]
     is_weather(json.loads(call.arguments))
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
     then = client.responses.create(
@@ -190,10 +190,10 @@ def responses_with_tools() -> None:
 
 @check("responses: parse() with a pydantic model", needs="/v1/responses")
 def structured_responses() -> None:
-    found = client.responses.parse(
+    response = client.responses.parse(
         model=MODEL, input=ASK, text_format=Weather, temperature=0, max_output_tokens=128
     )
-    assert isinstance(found.output_parsed, Weather)
+    assert isinstance(response.output_parsed, Weather)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def structured() -> None:
 
 @check("output_type=NativeOutput(Model)")
 def native() -> None:
-    found = agent(output_type=NativeOutput(Weather)).run_sync(ASK, usage_limits=MOST).output
-    assert isinstance(found, Weather)
+    result = agent(output_type=NativeOutput(Weather)).run_sync(ASK, usage_limits=MOST).output
+    assert isinstance(result, Weather)
 
 
 @check("output_type=Model beside a tool of its own")

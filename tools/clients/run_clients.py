@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     engine.start()
     with Server(engine, grace_s=0.0, http=http_settings(config)) as server:
         info = engine.info()
-        found = {name: outcomes(name, f"http://{server.http_address}/v1", info) for name in names}
+        results = {name: outcomes(name, f"http://{server.http_address}/v1", info) for name in names}
         left = engine.stats().running
     if not args.only:
         page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(with_table(page, info.model, found), encoding="utf-8")
-    failed = sum(o["outcome"].startswith("fails") for each in found.values() for o in each)
+        PAGE.write_text(with_table(page, info.model, results), encoding="utf-8")
+    failed = sum(o["outcome"].startswith("fails") for checks in results.values() for o in checks)
     print(f"{failed} checks failed; {left} requests are left running")
     return int(failed > 0 or left > 0)
 
@@ -131,17 +131,17 @@ def outcomes(name: str, url: str, info: Any) -> list[dict[str, str]]:
             timeout=TIMEOUT_S,
             check=False,
         )
-        said, code = done.stdout, done.returncode
+        output, code = done.stdout, done.returncode
     except subprocess.TimeoutExpired as error:
-        said, code = (error.stdout or b"").decode(), -1
-    found = [json.loads(line) for line in said.splitlines() if line.startswith('{"what"')]
-    if code not in (0, 1) or not found:
+        output, code = (error.stdout or b"").decode(), -1
+    results = [json.loads(line) for line in output.splitlines() if line.startswith('{"what"')]
+    if code not in (0, 1) or not results:
         outcome = f"fails: the script has ended with {code}"
-        found.append({"what": "all checks", "outcome": outcome})
-    for each in found:
-        print(f"{name}: {each['what']}: {each['outcome']}", flush=True)
+        results.append({"what": "all checks", "outcome": outcome})
+    for result in results:
+        print(f"{name}: {result['what']}: {result['outcome']}", flush=True)
     print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
-    return found
+    return results
 
 
 def version(name: str) -> str:

@@ -84,13 +84,13 @@ class Table:
     def features(self) -> np.ndarray:
         """Seconds [n, coefficients] at the data sheet's rates, which the shares and latencies of
         `Figures` multiply."""
-        work, one = LayerWork.from_model(self.model, self.devices), np.ones(len(self.tokens))
+        work, ones = LayerWork.from_model(self.model, self.devices), np.ones(len(self.tokens))
         device, n = self.device, self.tokens
-        latencies = [2.0 * (self.devices == count) * one for count in COUNTS[1:]]
+        latencies = [2.0 * (self.devices == count) * ones for count in COUNTS[1:]]
         return np.stack(
             [
-                one,
-                one * work.weights / device.bandwidth,
+                ones,
+                ones * work.weights / device.bandwidth,
                 n * work.flops / device.flops,
                 n * work.elementwise / device.bandwidth,
                 n * work.exchanged / device.link,
@@ -127,8 +127,10 @@ def fit(tables: Sequence[Table]) -> dict[str, Any]:
         target.append(weight)
     matrix = np.concatenate(rows)
     size = np.linalg.norm(matrix, axis=0)
-    found, _ = nnls(matrix / size, np.concatenate(target))
-    kernels, read, matmul, elementwise, link, *latencies = (float(f"{x:.4g}") for x in found / size)
+    coefficients, _ = nnls(matrix / size, np.concatenate(target))
+    kernels, read, matmul, elementwise, link, *latencies = (
+        float(f"{x:.4g}") for x in coefficients / size
+    )
     shares = {"read": read, "matmul": matmul, "elementwise": elementwise, "link": link}
     unused = [name for name, value in shares.items() if value == 0]
     if unused:
@@ -144,13 +146,15 @@ def errors(tables: Sequence[Table], figures: dict[str, Any]) -> Iterator[dict[st
     """Per number of devices: mean and worst relative errors over all models and sizes, before and
     with the fit; octaves: the mean with equal weight for each doubling."""
     shares = [1 / figures[name] for name in ("read", "matmul", "elementwise", "link")]
-    found = np.array([figures["kernels"], *shares, *figures["all_reduce"].values()])
+    coefficients = np.array([figures["kernels"], *shares, *figures["all_reduce"].values()])
     for devices in COUNTS:
         mine = [table for table in tables if table.devices == devices]
         row: dict[str, Any] = {"kind": mine[0].kind, "devices": devices}
         for name in ("assumed", "fitted"):
-            said = [t.assumed() if name == "assumed" else t.features() @ found for t in mine]
-            size = [np.abs(s / t.seconds - 1) for s, t in zip(said, mine, strict=True)]
+            predicted = [
+                t.assumed() if name == "assumed" else t.features() @ coefficients for t in mine
+            ]
+            size = [np.abs(s / t.seconds - 1) for s, t in zip(predicted, mine, strict=True)]
             every = np.concatenate(size)
             octaves = [(v * t.weight).sum() for v, t in zip(size, mine, strict=True)]
             of = {"mean": every.mean(), "octaves": np.mean(octaves), "worst": every.max()}
@@ -195,12 +199,12 @@ def table_of(off: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _by_devices(path: Path) -> dict[int, list[dict[str, str]]]:
-    found = defaultdict(list)
+    groups = defaultdict(list)
     with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if int(row["num_tokens"]) <= MAX_TOKENS:
-                found[int(row["num_tensor_parallel_workers"])].append(row)
-    return {devices: found[devices] for devices in COUNTS if devices in found}
+                groups[int(row["num_tensor_parallel_workers"])].append(row)
+    return {devices: groups[devices] for devices in COUNTS if devices in groups}
 
 
 def _table(kind: str, devices: int, rows: list[dict[str, str]], reduces: dict[int, Any]) -> Table:
@@ -219,13 +223,13 @@ def _table(kind: str, devices: int, rows: list[dict[str, str]], reduces: dict[in
 
 def _all_reduces(path: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """Bytes and seconds by number of devices, all in one machine."""
-    found: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[int, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if row["num_workers"] == row["devices_per_node"]:
-                times = found[int(row["num_workers"])][int(row["size"])]
+                times = samples[int(row["num_workers"])][int(row["size"])]
                 times.append(float(row["time_stats.all_reduce.median"]))
-    return {devices: _medians(times) for devices, times in found.items()}
+    return {devices: _medians(times) for devices, times in samples.items()}
 
 
 def _medians(times: Mapping[int, Sequence[float]]) -> tuple[np.ndarray, np.ndarray]:

@@ -47,9 +47,9 @@ def measure(llm: LLM, rng: np.random.Generator, name: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves measures until stdin ends; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--file", help="GGUF file")
-    given.add_argument("--random", metavar="PRESET")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--file", help="GGUF file")
+    group.add_argument("--random", metavar="PRESET")
     parser.add_argument("--type", choices=TYPES, required=True)
     parser.add_argument("--measures", required=True, help="names, by commas")
     args = parser.parse_args(argv)

@@ -116,7 +116,7 @@ def settings(name: str) -> list[dict[str, int]]:
     }
     usual = {"n_threads": (cores,), "n_threads_batch": (cores,), "flash_attn_type": (0, 1)}
     tried = {**usual, **several[name]}
-    return [dict(zip(tried, each, strict=True)) for each in itertools.product(*tried.values())]
+    return [dict(zip(tried, values, strict=True)) for values in itertools.product(*tried.values())]
 
 
 def fastest(model: Any, name: str) -> tuple[Context, dict[str, int]]:

@@ -120,9 +120,9 @@ def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 def main() -> int:
     """Writes missing files; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    given = parser.add_mutually_exclusive_group(required=True)
-    given.add_argument("--source", type=Path)
-    given.add_argument("--random", metavar="PRESET")
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument("--source", type=Path)
+    group.add_argument("--random", metavar="PRESET")
     parser.add_argument("--folder", type=Path, required=True)
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -66,18 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{count} windows of {WINDOW} tokens of {args.text.name}\n")
     print("| weights | jaxserve | over bfloat16 | llama.cpp | over BF16 | |")
     print("|---|---|---|---|---|---|")
-    found: dict[str, tuple[float, float]] = {}
+    perplexities: dict[str, tuple[float, float]] = {}
     for type_ in sorted(TYPES, key=lambda each: (each != BASE, each == "int4")):
         both = (
             ours(wide, type_, windows),
             theirs(args.llama_python, folder / f"{TYPES[type_].gguf}.gguf", windows),
         )
-        base = found.setdefault(BASE, both)
-        found[type_] = both
+        base = perplexities.setdefault(BASE, both)
+        perplexities[type_] = both
         own, other = (a / b for a, b in zip(both, base, strict=True))
         most = MOST.get(type_)
         if type_ in AS_GOOD_AS:
-            most = found[AS_GOOD_AS[type_]][1] / base[1]
+            most = perplexities[AS_GOOD_AS[type_]][1] / base[1]
         verdict = "" if most is None else f"at most {most - 1:+.2%}: "
         verdict += "" if most is None else "met" if own <= most else "missed"
         print(

@@ -91,10 +91,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     def several(flag: str, known: Sequence[str]) -> None:
         def names(text: str) -> list[str]:
-            found = text.split(",")
-            if not set(found) <= set(known):
+            chosen = text.split(",")
+            if not set(chosen) <= set(known):
                 raise argparse.ArgumentTypeError(f"must be of {','.join(known)}; got {text}")
-            return found
+            return chosen
 
         parser.add_argument(flag, type=names, default=list(known), help=",".join(known))
 
@@ -171,12 +171,12 @@ def table(result: Sequence[dict[str, Any]]) -> str:
     ]
     for name, label in LABELS.items():
         wider: dict[str, float] = {}
-        for one in result:
-            if name not in one["rates"]:
+        for row in result:
+            if name not in row["rates"]:
                 continue
-            ours, theirs = (one["rates"][name][side] for side in ("jaxserve", "llama.cpp"))
+            ours, theirs = (row["rates"][name][side] for side in ("jaxserve", "llama.cpp"))
             ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-            median, model, type_ = statistics.median(ours), one["model"], one["type"]
+            median, model, type_ = statistics.median(ours), row["model"], row["type"]
             least = target(name, type_)
             verdict = "met" if ratio >= least else "missed"
             if name == "decode":  # both kinds of 4 bits are equally wide

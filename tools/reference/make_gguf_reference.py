@@ -67,12 +67,12 @@ def answers() -> list[dict[str, Any]]:
         for chat in CHATS
     )
     prompts = [(text, chat) for text, chat in zip(chats, CHATS, strict=True)]
-    found = []
+    entries = []
     for text, chat in [*prompts, *((text, None) for text in TEXTS)]:
         ids = tokenizer(text, add_special_tokens=chat is None).input_ids
         output, first = greedy(model, ids)
         likely = first.topk(TOP)
-        found.append(
+        entries.append(
             {
                 "chat": chat,
                 "text": text,
@@ -83,7 +83,7 @@ def answers() -> list[dict[str, Any]]:
                 ),
             }
         )
-    return found
+    return entries
 
 
 def greedy(model: Any, ids: list[int]) -> tuple[list[int], torch.Tensor]:
@@ -104,14 +104,15 @@ def greedy(model: Any, ids: list[int]) -> tuple[list[int], torch.Tensor]:
 
 def problems(stored: list[dict[str, Any]], found: list[dict[str, Any]]) -> list[str]:
     """One line per difference."""
-    said = []
-    for one, other in zip(stored, found, strict=True):
-        same = all(one[name] == other[name] for name in ("chat", "text", "tokens", "output"))
-        near = one["first"].keys() == other["first"].keys() and all(
-            abs(one["first"][token] - value) <= TOLERANCE for token, value in other["first"].items()
+    lines = []
+    for expected, other in zip(stored, found, strict=True):
+        same = all(expected[name] == other[name] for name in ("chat", "text", "tokens", "output"))
+        near = expected["first"].keys() == other["first"].keys() and all(
+            abs(expected["first"][token] - value) <= TOLERANCE
+            for token, value in other["first"].items()
         )
-        said += [] if same and near else [f"smollm2: {other['text'][:40]!r} differs"]
-    return said
+        lines += [] if same and near else [f"smollm2: {other['text'][:40]!r} differs"]
+    return lines
 
 
 def main() -> int:
@@ -120,15 +121,15 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     checking = parser.parse_args().check
     torch.set_num_threads(1)
-    found = answers()
+    entries = answers()
     if checking:
-        said = problems(json.loads(FILE.read_text(encoding="utf-8")), found)
-        print("\n".join(said) or f"{len(found)} answers agree")
-        return 1 if said else 0
+        differences = problems(json.loads(FILE.read_text(encoding="utf-8")), entries)
+        print("\n".join(differences) or f"{len(entries)} answers agree")
+        return 1 if differences else 0
     FILE.parent.mkdir(exist_ok=True)
-    lines = ",\n".join(json.dumps(one, ensure_ascii=False) for one in found)
+    lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
     FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    print(f"{len(found)} answers written")
+    print(f"{len(entries)} answers written")
     return 0
 
 

@@ -69,8 +69,10 @@ def run_case(case: Case, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 def settings(folder: Path) -> dict[str, Any]:
     """The contents of adapter_config.json, with sorted lists, since PEFT makes them from sets."""
-    said = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
-    return {key: sorted(value) if isinstance(value, list) else value for key, value in said.items()}
+    fields = json.loads((folder / FILES[0]).read_text(encoding="utf-8"))
+    return {
+        key: sorted(value) if isinstance(value, list) else value for key, value in fields.items()
+    }
 
 
 def check(name: str, folder: Path, logits: np.ndarray) -> list[str]:
@@ -81,8 +83,10 @@ def check(name: str, folder: Path, logits: np.ndarray) -> list[str]:
     problems = []
     if settings(folder) != settings(stored):
         problems.append(f"{name}: {FILES[0]} differs")
-    one, other = load_file(folder / FILES[1]), load_file(stored / FILES[1])
-    if one.keys() != other.keys() or not all(torch.equal(one[key], other[key]) for key in one):
+    fresh, other = load_file(folder / FILES[1]), load_file(stored / FILES[1])
+    if fresh.keys() != other.keys() or not all(
+        torch.equal(fresh[key], other[key]) for key in fresh
+    ):
         problems.append(f"{name}: {FILES[1]} differs")
     difference = np.abs(np.load(stored / "logits.npz")["logits"] - logits).max()
     if not difference <= TOLERANCE:

@@ -49,18 +49,18 @@ def vectors(base: str, more: dict[str, Any]) -> dict[str, np.ndarray]:
     draw = np.random.RandomState(1)
     shape = len(LENGTHS), max(LENGTHS)
     prompts = draw.randint(3, vocab, shape).astype(np.int32)
-    given: Any = torch.from_numpy(prompts.astype(np.int64))
+    ids: Any = torch.from_numpy(prompts.astype(np.int64))
     mask = torch.arange(shape[1])[None] < torch.tensor(LENGTHS)[:, None]
     with torch.no_grad():
-        states = model.model(given, attention_mask=mask.long(), use_cache=False).last_hidden_state
+        states = model.model(ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
         logits = model.lm_head(states[torch.arange(shape[0]), torch.tensor(LENGTHS) - 1])
-        found = {}
+        arrays = {}
         for mode in MODES:
             features = {"token_embeddings": states, "attention_mask": mask.long()}
             pooled = Pooling(states.shape[-1], pooling_mode=mode)(features)["sentence_embedding"]
-            found[mode] = torch.nn.functional.normalize(pooled).numpy()
+            arrays[mode] = torch.nn.functional.normalize(pooled).numpy()
     lengths = np.array(LENGTHS, np.int32)
-    return {"prompts": prompts, "lengths": lengths, "logits": logits.numpy(), **found}
+    return {"prompts": prompts, "lengths": lengths, "logits": logits.numpy(), **arrays}
 
 
 def main() -> int:

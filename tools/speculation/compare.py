@@ -121,7 +121,7 @@ def takes_part(side: str, name: str) -> bool:
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """All rounds. Raises RuntimeError."""
-    found: dict[str, dict[str, list[Any]]] = {name: {} for name in LABELS}
+    results: dict[str, dict[str, list[Any]]] = {name: {} for name in LABELS}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(LLAMA), os.environ.get("PYTHONPATH", "")])
     with contextlib.ExitStack() as stack:
         sides = {}
@@ -133,10 +133,10 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             for name in LABELS:
                 for side in list(sides)[:: 1 if number % 2 == 0 else -1]:
                     if takes_part(side, name):
-                        found[name].setdefault(side, []).append(sides[side].ask(name))
+                        results[name].setdefault(side, []).append(sides[side].ask(name))
         about = {side: child.about for side, child in sides.items()}
     host = {source: milliseconds(source) for source in DRAFTERS}
-    return {"model": MODEL, "about": about, "found": found, "host": host}
+    return {"model": MODEL, "about": about, "found": results, "host": host}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -148,7 +148,7 @@ def table(result: dict[str, Any]) -> str:
     for name, label in LABELS.items():
         for side, asked in result["found"][name].items():
             without = result["found"][name].get(PLAIN if side == OURS else side.split(" ")[0])
-            rates = [each["rate"] for each in asked]
+            rates = [answer["rate"] for answer in asked]
             cells = [label, side, f"{statistics.median(rates):.1f}"]
             ratio = None
             if without and without is not asked:
@@ -157,7 +157,7 @@ def table(result: dict[str, Any]) -> str:
             cells.append("" if ratio is None else f"{ratio:.2f}")
             drafted = asked[-1].get("drafted")
             cells.append(f"{drafted}, {asked[-1]['accepted']}" if drafted else "")
-            times = [each["decode_ms"] for each in asked if "decode_ms" in each]
+            times = [answer["decode_ms"] for answer in asked if "decode_ms" in answer]
             cells.append(f"{statistics.median(times):.2f}" if times else "")
             if side == OURS and ratio is not None:
                 least = TARGETS[name]
@@ -167,9 +167,9 @@ def table(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
     lines += ["", f"| host, {ROWS} requests of {KNOWN} tokens | ms a step | target | |"]
     lines.append("|---|---|---|---|")
-    for drafters, found in result["host"].items():
-        verdict = "met" if found <= MOST_HOST else "**missed**"
-        lines.append(f"| {drafters} | {found:.2f} | {MOST_HOST} | {verdict} |")
+    for drafters, host_ms in result["host"].items():
+        verdict = "met" if host_ms <= MOST_HOST else "**missed**"
+        lines.append(f"| {drafters} | {host_ms:.2f} | {MOST_HOST} | {verdict} |")
     return "\n".join(lines)
 
 

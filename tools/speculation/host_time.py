@@ -28,15 +28,15 @@ def milliseconds(drafters: str) -> float:
     texts = [text(draw, KNOWN + STEPS) for _ in range(ROWS)]
     prediction = text(draw, KNOWN) if drafters != DRAFTERS[0] else ()
     requests = [
-        Speculator(drafts.of(one[:KNOWN], prediction=prediction), rates.of(""), STEPS + WARM_UP)
-        for one in texts
+        Speculator(drafts.of(item[:KNOWN], prediction=prediction), rates.of(""), STEPS + WARM_UP)
+        for item in texts
     ]
     times = []
     for step in range(KNOWN, KNOWN + STEPS):
         begin = time.perf_counter()
-        for one, tokens in zip(requests, texts, strict=True):
-            one.receive(tokens[step : step + 1])
-            _ = one.acceptance
+        for item, tokens in zip(requests, texts, strict=True):
+            item.receive(tokens[step : step + 1])
+            _ = item.acceptance
         times.append(time.perf_counter() - begin)
     return 1e3 * statistics.median(times[WARM_UP:])
 

@@ -80,9 +80,9 @@ def undrafted(steps: Sequence[StepStats]) -> float:
         for step in steps
     ]
     times: dict[int, list[float]] = {}
-    for one, other in itertools.pairwise(plain):
-        if one and other and one[0] == other[0]:
-            times.setdefault(one[0], []).append(other[1] - one[1])
+    for earlier, other in itertools.pairwise(plain):
+        if earlier and other and earlier[0] == other[0]:
+            times.setdefault(earlier[0], []).append(other[1] - earlier[1])
     return statistics.median(max(times.values(), key=len))
 
 

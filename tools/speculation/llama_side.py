@@ -30,10 +30,10 @@ def ask(llm: llama_cpp.Llama, name: str) -> dict[str, float]:
     begin, made = time.perf_counter(), 0
     for text in ASKED[name]:
         llm.reset()
-        found = llm.create_chat_completion(
+        answer = llm.create_chat_completion(
             [{"role": "user", "content": text}], temperature=0.0, max_tokens=MAX_TOKENS
         )
-        made += found["usage"]["completion_tokens"]
+        made += answer["usage"]["completion_tokens"]
     return {"rate": made / (time.perf_counter() - begin), "tokens": made}
 
 

@@ -87,19 +87,19 @@ def one_round(args: argparse.Namespace) -> dict[str, Any]:
     batch = [f"--num_requests={args.num_requests}", f"--repeats={args.repeats}"]
     alone = [f"--num_requests={args.repeats}"]
     folder = ROOT / "tools" / "vllm_cpu"
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for dtype in DTYPES:
         what = [f"--model={args.model}", f"--dtype={dtype}", *lengths]
         model = [f"--config.model.preset={args.model}", f"--config.model.dtype={dtype}"]
         flags = [*CONFIG, *model, f"--policy={args.policy}", "--json", *lengths]
         ours = [sys.executable, "-m", "jaxserve", "bench"]
-        found[dtype] = {
+        results[dtype] = {
             "throughput": run([*ours, "throughput", *flags, *batch]),
             "latency": run([*ours, "latency", *flags, *alone]),
             "vllm": run([args.vllm_python, str(folder / "bench.py"), *what, *batch]),
             "matmuls": run([sys.executable, str(folder / "matmuls.py"), *what, batch[0]]),
         }
-    return found
+    return results
 
 
 def run(command: Sequence[str]) -> dict[str, Any]:
@@ -118,11 +118,11 @@ def last_json(output: str) -> dict[str, Any]:
     """The last line that is a JSON object with a "command"; other lines may follow it."""
     for line in reversed(output.splitlines()):
         try:
-            found = json.loads(line)
+            value = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and "command" in found:
-            return found
+        if isinstance(value, dict) and "command" in value:
+            return value
     raise CompareError("a run printed no JSON object")
 
 
@@ -161,15 +161,15 @@ def table(result: dict[str, Any]) -> str:
     asked = result["workload"]
     for row, label in ROWS:
         for dtype in DTYPES:
-            found = result["summary"][row][dtype]
+            rates = result["summary"][row][dtype]
             target = TARGETS[row, dtype] if asked["model"] == MODEL else None
-            allowed = f"{found['matmuls']:.1f}, {found['matmuls'] / found['vllm']:.2f}"
+            allowed = f"{rates['matmuls']:.1f}, {rates['matmuls'] / rates['vllm']:.2f}"
             cells = [
                 label.format(**asked),
                 dtype,
-                *(f"{found[name]:.1f}" for name in ("jaxserve", "vllm")),
-                f"{found['ratio']:.2f}",
-                *(("reported", "") if target is None else verdict(found["ratio"], target)),
+                *(f"{rates[name]:.1f}" for name in ("jaxserve", "vllm")),
+                f"{rates['ratio']:.2f}",
+                *(("reported", "") if target is None else verdict(rates["ratio"], target)),
                 allowed,
             ]
             lines.append("| " + " | ".join(cells) + " |")

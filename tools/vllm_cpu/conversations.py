@@ -85,22 +85,22 @@ def compare(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         f"--{name}={getattr(args, name)}"
         for name in ("sessions", "turns", "system_len", "input_len", "output_len", "policy")
     ]
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for _ in range(args.rounds):
         for engine, python in (("jaxserve", sys.executable), ("vllm", args.vllm_python)):
             for flags, name in (([], engine), (["--no_cache"], f"{engine}, no cache")):
                 script = str(ROOT / "tools" / "vllm_cpu" / "conversations.py")
-                told = run([python, script, f"--engine={engine}", *sizes, *flags])
-                print(f"{name}: {told['first_s']:.1f}, {told['later_s']:.1f}", file=sys.stderr)
-                found.setdefault(name, []).append(told)
-    return found
+                result = run([python, script, f"--engine={engine}", *sizes, *flags])
+                print(f"{name}: {result['first_s']:.1f}, {result['later_s']:.1f}", file=sys.stderr)
+                results.setdefault(name, []).append(result)
+    return results
 
 
 def table(result: dict[str, list[dict[str, Any]]]) -> str:
     """Markdown: medians of the rounds."""
     lines = [f"| | {FIRST} | {LATER} | tokens found |", "|---|---|---|---|"]
     for name, rounds in result.items():
-        first, later = ([one[key] for one in rounds] for key in ("first_s", "later_s"))
+        first, later = ([round_[key] for round_ in rounds] for key in ("first_s", "later_s"))
         cells = (name, f"{statistics.median(first):.1f}", f"{statistics.median(later):.1f}")
         lines.append("| " + " | ".join((*cells, f"{rounds[0]['found']:,}")) + " |")
     return "\n".join(lines)
@@ -118,15 +118,17 @@ def talk(args: argparse.Namespace, generate: Generate) -> tuple[float, float]:
     # Another conversation with the same lengths warms up.
     for _ in range(2):
         system, seconds = new(args.system_len), []
-        said = [list(system) for _ in range(args.sessions)]
+        histories = [list(system) for _ in range(args.sessions)]
         for _ in range(args.turns):
-            said = [[*before, *new(args.input_len)] for before in said]
+            histories = [[*before, *new(args.input_len)] for before in histories]
             begin = time.perf_counter()
-            answers = generate(said)
+            answers = generate(histories)
             seconds.append(time.perf_counter() - begin)
             if any(len(answer) != args.output_len for answer in answers):
                 raise RuntimeError("an answer is shorter than it should be")
-            said = [[*before, *answer] for before, answer in zip(said, answers, strict=True)]
+            histories = [
+                [*before, *answer] for before, answer in zip(histories, answers, strict=True)
+            ]
     return seconds[0], sum(seconds[1:])
 
 
@@ -143,7 +145,7 @@ def with_jaxserve(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     if args.policy:
         fields["scheduler__policy"] = args.policy
     sampling = SamplingParams(max_tokens=args.output_len, ignore_eos=True)
-    found = 0
+    cached = 0
     with LLM(
         folder,
         model__load_format="random",
@@ -153,14 +155,14 @@ def with_jaxserve(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     ) as llm:
 
         def generate(prompts: list[list[int]]) -> list[list[int]]:
-            nonlocal found
+            nonlocal cached
             answers = list(llm.generate(prompts, sampling))
             usages = [answer.outputs[0].usage for answer in answers]
-            found += sum(usage.cached_tokens for usage in usages if usage is not None)
+            cached += sum(usage.cached_tokens for usage in usages if usage is not None)
             return [list(answer.outputs[0].token_ids) for answer in answers]
 
         first, later = talk(args, generate)
-    return {"first_s": first, "later_s": later, "found": found // 2}
+    return {"first_s": first, "later_s": later, "found": cached // 2}
 
 
 def with_vllm(args: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -182,19 +184,19 @@ def with_vllm(args: argparse.Namespace, folder: str) -> dict[str, Any]:
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=args.output_len, ignore_eos=True, detokenize=False
     )
-    found = 0
+    cached = 0
 
     def generate(prompts: list[list[int]]) -> list[list[int]]:
-        nonlocal found
+        nonlocal cached
         asked = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         answers = engine.generate(asked, sampling, use_tqdm=False)
-        found += sum(answer.num_cached_tokens or 0 for answer in answers)
+        cached += sum(answer.num_cached_tokens or 0 for answer in answers)
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     first, later = talk(args, generate)
     # Otherwise Python's exit would wait for its processes.
     engine.llm_engine.engine_core.shutdown()
-    return {"first_s": first, "later_s": later, "found": found // 2, "settings": settings}
+    return {"first_s": first, "later_s": later, "found": cached // 2, "settings": settings}
 
 
 if __name__ == "__main__":

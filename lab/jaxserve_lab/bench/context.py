@@ -90,8 +90,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def show(args: argparse.Namespace) -> int:
     """Measures and prints; returns the exit code."""
     result = measure(args.policy, args.contexts, args.rows)
-    told = {"command": "context", "host": result, "machine": machine(), "versions": versions()}
-    print_result(args, text(result), told)
+    report = {"command": "context", "host": result, "machine": machine(), "versions": versions()}
+    print_result(args, text(result), report)
     return 0
 
 
@@ -152,21 +152,21 @@ def _one(folder: Path, policy: str, rows: int, context: int, longest: int) -> di
         serve(engine, tokens.tolist(), rows, MEASURED)
     finally:
         engine.stop()
-    told = list(zip(steps.told, device.sent, strict=True))
-    found: dict[str, Any] = {"rows": rows, "context": context}
-    for kind, which in zip(
+    steps_sent = list(zip(steps.told, device.sent, strict=True))
+    row: dict[str, Any] = {"rows": rows, "context": context}
+    for kind, counted in zip(
         KINDS,
         (
-            [one for one in told if one[0].num_decodes == rows == one[0].num_rows],
-            [one for one in told if one[0].num_prefill_tokens == CHUNK],
+            [pair for pair in steps_sent if pair[0].num_decodes == rows == pair[0].num_rows],
+            [pair for pair in steps_sent if pair[0].num_prefill_tokens == CHUNK],
         ),
         strict=True,
     ):
-        last = which[-LAST:]
+        last = counted[-LAST:]
         times = [step.host_time for step, _ in last]
-        found[f"{kind}_ms"] = round(1e3 * statistics.median(times), 3) if last else None
-        found[f"{kind}_sent"] = max((sent for _, sent in last), default=None)
-    return found
+        row[f"{kind}_ms"] = round(1e3 * statistics.median(times), 3) if last else None
+        row[f"{kind}_sent"] = max((sent for _, sent in last), default=None)
+    return row
 
 
 def serve(engine: Engine, prompt: Sequence[int], rows: int, max_tokens: int) -> None:
@@ -202,9 +202,9 @@ def engine_without_device(
         rows: Most requests that decode together.
         longest: Tokens of the longest request.
     """
-    ones = dict.fromkeys(("per_token", "token_bias", "decode_kv"), 1e-6)
+    coefficients = dict.fromkeys(("per_token", "token_bias", "decode_kv"), 1e-6)
     others = ("decode_bias", "per_decode", "prefill_quad", "prefill_bias", "per_prefill")
-    priced = Coefficients(**ones, **dict.fromkeys((*others, "prefill_m"), 0.0))
+    priced = Coefficients(**coefficients, **dict.fromkeys((*others, "prefill_m"), 0.0))
     config = Config().with_fields(
         model__path=str(folder),
         model__load_format="random",
@@ -233,7 +233,7 @@ def text(result: Sequence[dict[str, Any]]) -> str:
     """The figures as a table."""
     head = f"{'rows':>6}{'context':>9}" + "".join(f"{k + ' ms':>11}{'sent':>9}" for k in KINDS)
     lines = [head]
-    for one in result:
-        cells = "".join(f"{one[f'{k}_ms'] or 0:>11.3f}{one[f'{k}_sent'] or 0:>9}" for k in KINDS)
-        lines.append(f"{one['rows']:>6}{one['context']:>9}{cells}")
+    for row in result:
+        cells = "".join(f"{row[f'{k}_ms'] or 0:>11.3f}{row[f'{k}_sent'] or 0:>9}" for k in KINDS)
+        lines.append(f"{row['rows']:>6}{row['context']:>9}{cells}")
     return "\n".join(lines)

@@ -73,11 +73,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.number("seed", 0, "of prompts, lengths and arrivals", least=0)
     args, rest = parser.parse_known_args(argv)
     parser.check(args)
-    given = [flag for flag in rest if flag.startswith("--config=")]
-    others = [flag for flag in rest if flag not in given]
-    files = given[-1].removeprefix("--config=").split(",") if given else []
-    each = [[f"--config={file}", *others] for file in files] or [others]
-    args.configs = [parser.read_config(flags) for flags in each]
+    configs = [flag for flag in rest if flag.startswith("--config=")]
+    others = [flag for flag in rest if flag not in configs]
+    files = configs[-1].removeprefix("--config=").split(",") if configs else []
+    models = [[f"--config={file}", *others] for file in files] or [others]
+    args.configs = [parser.read_config(flags) for flags in models]
     for config in args.configs:
         check_unrecorded(config, "fidelity")
     return args
@@ -86,9 +86,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def show(args: argparse.Namespace) -> int:
     """Measures all models and prints; returns the exit code. Raises like `run`."""
     asked = {name: getattr(args, name) for name in ("num_requests", "rate", "seed", "repeats")}
-    found = [run(config, **asked) for config in args.configs]
-    shown = "\n\n".join(text(one) for one in found)
-    print_result(args, shown, {"command": "fidelity", "models": found})
+    results = [run(config, **asked) for config in args.configs]
+    shown = "\n\n".join(text(result) for result in results)
+    print_result(args, shown, {"command": "fidelity", "models": results})
     return 0
 
 
@@ -249,9 +249,9 @@ def _compare(name: str, recording: Recording, parts: list[tuple[int, int]]) -> d
     found = [_measures(replay.served(part)) for part in served]
     # Step times are drawn again each time.
     again = [replay.again(part, system, seed=seed) for seed, part in enumerate(served)]
-    predicted = _medians([_measures(one) for one in again])
+    predicted = _medians([_measures(run) for run in again])
     measured = _medians(found)
-    spread = {m: float(np.ptp([one[m] for one in found])) for m in MEASURES}
+    spread = {m: float(np.ptp([run[m] for run in found])) for m in MEASURES}
     error = {m: abs(predicted[m] - measured[m]) / measured[m] for m in MEASURES}
     scatter = {m: spread[m] / 2 / measured[m] for m in MEASURES}
     return {
@@ -271,16 +271,16 @@ def _measures(result: SimulationResult) -> dict[str, float]:
     """MEASURES of a run."""
     requests = result.requests
     ttft, (tbt, _) = requests.ttft, requests.tbt
-    found = {"total_s": float(requests.finish.max() - requests.arrival[0])}
+    measures = {"total_s": float(requests.finish.max() - requests.arrival[0])}
     for name, values in (("ttft", ttft), ("tbt", tbt)):
-        found[f"{name}_mean_s"] = float(values.mean())
+        measures[f"{name}_mean_s"] = float(values.mean())
         for level in LEVELS:
-            found[f"{name}_p{level}_s"] = float(np.percentile(values, level))
-    return found
+            measures[f"{name}_p{level}_s"] = float(np.percentile(values, level))
+    return measures
 
 
 def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {m: float(np.median([one[m] for one in runs])) for m in MEASURES}
+    return {m: float(np.median([run[m] for run in runs])) for m in MEASURES}
 
 
 def _of_one(measure: str) -> float:
@@ -298,7 +298,7 @@ def _verdict(error: float, target: float, scatter: float) -> str:
 def _summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """By measure: its error and its scatter over the loads, and whether the targets are met. If the
     scatter is larger than a target, the error has to be within the scatter."""
-    found = {}
+    summary = {}
     for name, target in MEAN_TARGETS.items():
         errors, scatter = (
             np.array([row[what][name] for row in rows]) for what in ("error", "scatter")
@@ -307,9 +307,10 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         worst = WORST_TARGETS.get(name)
         if worst is not None:
             verdicts += [
-                _verdict(*one) for one in zip(errors, [worst] * len(errors), scatter, strict=True)
+                _verdict(*triple)
+                for triple in zip(errors, [worst] * len(errors), scatter, strict=True)
             ]
-        found[name] = {
+        summary[name] = {
             "mean_error": float(errors.mean()),
             "worst_error": float(errors.max()),
             "mean_scatter": float(scatter.mean()),
@@ -317,7 +318,7 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "worst_target": worst,
             "verdict": next(v for v in (MISSED, WITHIN, MET) if v in verdicts),
         }
-    return found
+    return summary
 
 
 def text(result: dict[str, Any]) -> str:
@@ -339,12 +340,12 @@ def text(result: dict[str, Any]) -> str:
         f"{'target':>8} {'scatter':>8}"
     )
     for m, shown in MEASURES.items():
-        one = result["summary"][m]
-        worst = "-" if one["worst_target"] is None else f"{one['worst_target']:.0%}"
+        total = result["summary"][m]
+        worst = "-" if total["worst_target"] is None else f"{total['worst_target']:.0%}"
         lines.append(
-            f"  {'':<22} {shown:<14} {one['mean_error']:>10.1%} {one['mean_target']:>10.0%} "
-            f"{one['worst_error']:>7.1%} {worst:>8} {one['mean_scatter']:>8.1%}"
-            f"{_told(one['verdict'])}"
+            f"  {'':<22} {shown:<14} {total['mean_error']:>10.1%} {total['mean_target']:>10.0%} "
+            f"{total['worst_error']:>7.1%} {worst:>8} {total['mean_scatter']:>8.1%}"
+            f"{_told(total['verdict'])}"
         )
     return "\n".join(lines)
 

@@ -86,7 +86,7 @@ def _turns(
     args: argparse.Namespace, measures: Mapping[str, Measure]
 ) -> dict[str, list[dict[str, float]]]:
     shape = {"input_len": args.input_len, "output_len": args.output_len}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
     # Turn 0 warms up.
     for turn, name in in_turns(list(measures), 1 + args.repeats):
         seed = {"seed": args.seed + turn}
@@ -98,8 +98,8 @@ def _turns(
         ttft = measures[name]("latency", one_by_one)["ttft_ms"]["median"]
         if turn:
             cpu_us = 1e6 * spent / (args.streams * args.output_len)
-            found[name].append({"tokens_per_s": rate, "cpu_us": cpu_us, "ttft_ms": ttft})
-    return found
+            turns[name].append({"tokens_per_s": rate, "cpu_us": cpu_us, "ttft_ms": ttft})
+    return turns
 
 
 @contextlib.contextmanager
@@ -128,27 +128,27 @@ def _client(door: str, address: str, served: Mapping[str, Any]) -> Iterator[Meas
 def costs(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """The cost of each frontend, as medians over turns: the lost share of throughput, and the added
     cpu_us and ttft_ms."""
-    found = {}
+    result = {}
     for door in DOORS:
         pairs = list(zip(turns[ALONE], turns[door], strict=True))
         lost = [1 - through["tokens_per_s"] / own["tokens_per_s"] for own, through in pairs]
-        found[door] = {"throughput": statistics.median(lost)}
+        result[door] = {"throughput": statistics.median(lost)}
         for name in ("cpu_us", "ttft_ms"):
             more = (through[name] - own[name] for own, through in pairs)
-            found[door][name] = statistics.median(more)
-    return found
+            result[door][name] = statistics.median(more)
+    return result
 
 
 def text(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     """The table."""
     lines = [("", "output tokens/s", "lost", "CPU a token", "more", "TTFT at idle", "more")]
-    found = costs(turns)
-    for name, each in turns.items():
+    added = costs(turns)
+    for name, rows in turns.items():
         rate, cpu, ttft = (
-            statistics.median(turn[key] for turn in each)
+            statistics.median(turn[key] for turn in rows)
             for key in ("tokens_per_s", "cpu_us", "ttft_ms")
         )
-        cost = found.get(name)
+        cost = added.get(name)
         lost, longer, later = ("", "", "")
         if cost is not None:
             lost, longer = f"{cost['throughput']:.1%}", f"{cost['cpu_us']:+.0f} us"

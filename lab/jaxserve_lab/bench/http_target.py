@@ -36,7 +36,7 @@ class HttpTarget(ThreadedTarget):
         connection = http.client.HTTPConnection(self._address, timeout=_PATIENCE_S)
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), headers)
-        answer, told = connection.getresponse(), 0
+        answer, reported = connection.getresponse(), 0
         if answer.status != http.HTTPStatus.OK:
             full = answer.status == http.HTTPStatus.TOO_MANY_REQUESTS
             record.outcome = "rejected" if full else "failed"
@@ -50,6 +50,6 @@ class HttpTarget(ThreadedTarget):
             if data:
                 now, event = clock(), json.loads(data)
                 tokens = event["usage"]["completion_tokens"]
-                book_times(record, job, [now] * (tokens - told))
-                told = tokens
+                book_times(record, job, [now] * (tokens - reported))
+                reported = tokens
         connection.close()

@@ -48,8 +48,8 @@ class TurnsParser(BenchParser):
     def __init__(self, name: str, description: str | None, policies: Sequence[str]) -> None:
         super().__init__(name, description=description)
         known = ",".join(policies)
-        told = "names, separated by commas (%(default)s)"
-        self.add_argument("--policies", default=known, help=told)
+        help_text = "names, separated by commas (%(default)s)"
+        self.add_argument("--policies", default=known, help=help_text)
 
     def parse(self, argv: Sequence[str]) -> Namespace:
         """Parses and checks the command line, with `policies` as a list and the engine's
@@ -153,12 +153,12 @@ def show(
     """Measures, prints, and returns the exit code. `measure` returns the command's own part of the
     JSON object, with a `model`; the arguments and the machine are added here."""
     asked = {name: value for name, value in vars(args).items() if name != "config"}
-    where, found = machine(), measure(args)
+    where, measured = machine(), measure(args)
     result = {
         "command": args.command,
         "workload": asked,
-        **found,
-        "model": {**found["model"], "policy": ",".join(args.policies)},
+        **measured,
+        "model": {**measured["model"], "policy": ",".join(args.policies)},
         "config": args.config.as_dict(),
         "machine": where,
         "versions": versions(),

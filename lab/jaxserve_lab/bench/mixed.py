@@ -121,10 +121,10 @@ def _measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths = {name: Path(folder) / f"{i}.jsonl" for i, name in enumerate(args.policies)}
         steps, model = _serve(args, loads, paths)
-        found = {
+        result = {
             name: _compare(replay.read(path), steps[name], args) for name, path in paths.items()
         }
-    return {"policies": found, "model": model}
+    return {"policies": result, "model": model}
 
 
 def _longest(config: Config) -> int:
@@ -166,12 +166,12 @@ def _compare(
         first = interleaved.WARM_UP + turn * count
         part, predicted = interleaved.again(recording, first, count, own_steps=args.repeats == 1)
         assert predicted.lengthening is not None
-        longer = np.array([one.lengthening for one in taken])
+        longer = np.array([measured.lengthening for measured in taken])
         turns["served"].append(_measures(replay.served(part), longer))
         turns["simulated"].append(_measures(predicted, predicted.lengthening))
     medians = {
-        which: {m: float(np.median([one[m] for one in each])) for m in MEASURES}
-        for which, each in turns.items()
+        kind: {m: float(np.median([measured[m] for measured in results])) for m in MEASURES}
+        for kind, results in turns.items()
     }
     return {**medians, "turns": turns}
 
@@ -204,10 +204,10 @@ def text(result: dict[str, Any]) -> str:
     """A table with two lines for each policy."""
     asked = result["workload"]
     rows = [["", "", *(name for name, _ in MEASURES.values())]]
-    for policy, found in result["policies"].items():
-        for which in ("served", "simulated"):
-            cells = [form.format(found[which][m]) for m, (_, form) in MEASURES.items()]
-            rows.append([policy if which == "served" else "", which, *cells])
+    for policy, kinds in result["policies"].items():
+        for kind in ("served", "simulated"):
+            cells = [form.format(kinds[kind][m]) for m, (_, form) in MEASURES.items()]
+            rows.append([policy if kind == "served" else "", kind, *cells])
     head = [
         f"mixed: {served_by(result)}, {asked['num_requests']} real-time requests at "
         f"{asked['rate']:g}/s with targets of {asked['ttft_ms']:g} and {asked['tbt_ms']:g} ms, "

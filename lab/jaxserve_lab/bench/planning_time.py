@@ -87,8 +87,8 @@ def measure(name: str, counts: Sequence[int], repeats: int) -> dict[str, dict[st
             made["scarce"] = scarce(count)
         if moves:
             made["full"] = full(name, count)
-        for which, scheduler in made.items():
-            times.setdefault(which, {})[str(count)] = _median(name, scheduler, repeats)
+        for kind, scheduler in made.items():
+            times.setdefault(kind, {})[str(count)] = _median(name, scheduler, repeats)
     return times
 
 
@@ -217,6 +217,6 @@ def text(result: dict[str, dict[str, dict[str, float]]], counts: Sequence[int]) 
     """A table of median milliseconds."""
     lines = [["ms a plan, candidates", *map(str, counts)]]
     for name, situations in result.items():
-        for which, times in situations.items():
-            lines.append([f"{name} {which}", *(f"{times[str(n)]:.3f}" for n in counts)])
+        for situation, times in situations.items():
+            lines.append([f"{name} {situation}", *(f"{times[str(n)]:.3f}" for n in counts)])
     return aligned(lines)

@@ -66,8 +66,8 @@ def show(args: argparse.Namespace) -> int:
     print(f"{'seconds':<{width}}{head}{'latency_s':>12}", file=out, flush=True)
     result = {}
     for name in args.policies:
-        result[name] = found = measure(name, workload, args.ways)
-        cells = [(found[way], 10) for way in args.ways] + [(found["latency_s"], 12)]
+        result[name] = seconds = measure(name, workload, args.ways)
+        cells = [(seconds[way], 10) for way in args.ways] + [(seconds["latency_s"], 12)]
         row = "".join(f"{'-' if cell is None else f'{cell:.3f}':>{w}}" for cell, w in cells)
         print(f"{name:<{width}}{row}", file=out, flush=True)
     if args.json:
@@ -80,7 +80,7 @@ def show(args: argparse.Namespace) -> int:
 def measure(name: str, workload: Workload, ways: Sequence[str]) -> dict[str, float | None]:
     """Seconds by way, None for a policy that is not compiled, and the latency, None if it was not
     simulated."""
-    found: dict[str, float | None] = {"latency_s": None}
+    seconds: dict[str, float | None] = {"latency_s": None}
     engine = EngineOptions(kv_tokens=KV_TOKENS, rules="infermax_paper")
     run = RunOptions(compiling=lambda: print(COMPILING, file=sys.stderr, flush=True))
     place = dataclasses.replace(system(SYSTEM), max_batch_tokens=MAX_BATCH_TOKENS)
@@ -92,10 +92,10 @@ def measure(name: str, workload: Workload, ways: Sequence[str]) -> dict[str, flo
         except SimulationError:
             if not WAYS[way]:
                 raise
-            found[way] = None
+            seconds[way] = None
             continue
         begin = time.thread_time()
         result = simulate(name, workload, place, engine=engine, run=run)
-        found[way] = round(time.thread_time() - begin, 3)
-        found["latency_s"] = round(float(result.summary()["latency_s"]), 3)
-    return found
+        seconds[way] = round(time.thread_time() - begin, 3)
+        seconds["latency_s"] = round(float(result.summary()["latency_s"]), 3)
+    return seconds

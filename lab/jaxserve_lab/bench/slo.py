@@ -93,12 +93,12 @@ class Alone:
         """Measures medians of a few requests on each target, and takes the fastest target's.
         longest: tokens of the longest request."""
         lengths = (SHORT, longest - OUTPUT)
-        found = [
+        results = [
             [runs.latency(target, ALONE, length, OUTPUT, seed) for target in targets]
             for length in lengths
         ]
         ttft, tpot = (
-            [min(one[name]["median"] for one in same) / 1e3 for same in found]
+            [min(result[name]["median"] for result in same) / 1e3 for same in results]
             for name in ("ttft_ms", "tpot_ms")
         )
         return cls(lengths, (ttft[0], max(ttft)), statistics.mean(tpot))
@@ -131,11 +131,11 @@ def lengths(args: argparse.Namespace, rng: np.random.Generator) -> Lengths:
     """Lengths of a turn's requests. Outputs take at most a third of the longest request, and
     prompts the rest."""
     names = list(MIX)
-    which = rng.choice(len(names), args.num_requests, p=list(MIX.values()))
+    choice = rng.choice(len(names), args.num_requests, p=list(MIX.values()))
     prompt, output = np.empty((2, args.num_requests))
     most_output = args.longest // 3
     for index, name in enumerate(names):
-        drawn, mine = sampler(name)(args.num_requests, rng), which == index
+        drawn, mine = sampler(name)(args.num_requests, rng), choice == index
         scale = args.scale
         if name == DOCUMENTS:
             longest = args.longest - DATA_SETS[name].output.high / args.scale
@@ -158,7 +158,7 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
     rng = np.random.default_rng((args.seed, turn))
     drawn = lengths(args, rng)
     arrival = poisson_arrivals(rate, args.num_requests, rng)
-    shares = [one.share for one in CLASSES.values()]
+    shares = [class_.share for class_ in CLASSES.values()]
     slo_class = rng.choice(len(CLASSES), args.num_requests, p=shares)
     first = alone.prompts(drawn.prompt_len)
     units = {
@@ -168,7 +168,7 @@ def workload(args: argparse.Namespace, turn: int, alone: Alone, rate: float) -> 
     }
     targets = {}
     for name, unit in units.items():
-        multiples = np.array([getattr(one, name) or np.inf for one in CLASSES.values()])
+        multiples = np.array([getattr(class_, name) or np.inf for class_ in CLASSES.values()])
         targets[name] = args.slo_scale * multiples[slo_class] * unit
     plain = SloColumns.none(args.num_requests)
     terms = SloColumns(
@@ -238,15 +238,15 @@ def _serve(args: argparse.Namespace, paths: Mapping[str, Path]) -> dict[str, Any
 
 def _simulated(recording: Recording, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Simulates each turn of one policy; results are like those of `runs.load`."""
-    found = []
+    results = []
     before = interleaved.WARM_UP + 2 * ALONE + args.num_requests  # served before the first turn
     for turn in range(args.repeats):
         first = before + turn * args.num_requests
         _, result = interleaved.again(recording, first, args.num_requests, own_steps=False)
         requests = result.requests
         numbers = load_metrics(requests.times, requests.workload.terms)
-        found.append({**numbers, "preemptions": int(requests.preemptions.sum())})
-    return found
+        results.append({**numbers, "preemptions": int(requests.preemptions.sum())})
+    return results
 
 
 def _over_turns(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -267,14 +267,14 @@ def text(result: dict[str, Any]) -> str:
         on_machine(result),
         f"alone: first token {prompts}; then {alone['tpot']:.2f} ms per token",
     ]
-    for policy, found in result["policies"].items():
+    for policy, rows in result["policies"].items():
         at_once = result["requests_per_s"]["at_once"][policy]
         lines.append(f"{policy}: {at_once:.1f} requests/s all at once")
-        for which, numbers in found.items():
+        for kind, numbers in rows.items():
             mean, width = numbers["mean"], numbers["half_width"]
             around = f" ±{width['output_tokens_per_s']:.0f}" if asked["repeats"] > 1 else ""
             lines.append(
-                f"{which}: {mean['output_tokens_per_s']:.0f}{around} tokens/s, "
+                f"{kind}: {mean['output_tokens_per_s']:.0f}{around} tokens/s, "
                 f"{mean['preemptions']:.0f} preemptions"
             )
             groups = (_with_all(mean, asked["num_requests"]), _with_all(width, None))

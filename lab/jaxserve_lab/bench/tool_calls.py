@@ -75,16 +75,16 @@ def measured(
     connection = http.client.HTTPConnection(address, timeout=_PATIENCE_S)
     chats = kinds(count, lambda body: _tokens(connection, body))
     tokens = {name: _tokens(connection, body) for name, body in chats.items()}
-    found: dict[str, dict[str, list[float]]] = {name: {FRESH: [], CACHED: []} for name in chats}
+    times: dict[str, dict[str, list[float]]] = {name: {FRESH: [], CACHED: []} for name in chats}
     for turn, name in in_turns(list(chats), 1 + repeats):  # turn 0 warms up
         salt = f"{name} {turn}"
         body = {**chats[name], "cache_salt": salt}
         fresh, *again = (_ttft_ms(connection, body) for _ in range(1 + _AGAIN))
         if turn:
-            found[name][FRESH].append(fresh)
-            found[name][CACHED].append(min(again))
+            times[name][FRESH].append(fresh)
+            times[name][CACHED].append(min(again))
     connection.close()
-    return tokens, found
+    return tokens, times
 
 
 def kinds(count: int, tokens: Callable[[Mapping[str, Any]], int]) -> dict[str, dict[str, Any]]:
@@ -177,18 +177,18 @@ def _posted(
 def later(turns: Turns) -> dict[str, dict[str, dict[str, float]]]:
     """By kind of chat with tools, and FRESH or CACHED: how much later the first token comes than
     with PLAIN and with AS_LONG, as a share of their times."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    result: dict[str, dict[str, dict[str, float]]] = {}
     for name in [name for name in turns if name not in (PLAIN, AS_LONG)]:
-        found[name] = {}
+        result[name] = {}
         for kind, times in turns[name].items():
-            found[name][kind] = {
+            result[name][kind] = {
                 other: statistics.median(
                     own / beside for own, beside in zip(times, turns[other][kind], strict=True)
                 )
                 - 1
                 for other in (PLAIN, AS_LONG)
             }
-    return found
+    return result
 
 
 def text(tokens: Mapping[str, int], turns: Turns) -> str:

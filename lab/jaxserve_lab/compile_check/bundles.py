@@ -31,12 +31,12 @@ class Loops:
 def kernel_loops(folder: Path, kernels: set[str]) -> list[Loops]:
     """The loops of the named kernels, read from `folder`, the dump of one compilation. A kernel
     that occurs in each layer is returned once."""
-    found: dict[str, Loops] = {}
+    loops: dict[str, Loops] = {}
     for path in sorted(folder.glob("*-final_bundles.txt")):
         name = _FILE.match(path.name)
-        if name and name[1] in kernels and name[1] not in found:
-            found[name[1]] = loops_in(name[1], path.read_text(encoding="utf-8"))
-    return list(found.values())
+        if name and name[1] in kernels and name[1] not in loops:
+            loops[name[1]] = loops_in(name[1], path.read_text(encoding="utf-8"))
+    return list(loops.values())
 
 
 def loops_in(name: str, text: str) -> Loops:
@@ -46,14 +46,14 @@ def loops_in(name: str, text: str) -> Loops:
     open_loops: list[int] = []  # by depth, indices into `cycles`
     bundles = 0
     for line in text.splitlines():
-        found = _BUNDLE.match(line)
-        if found is None:
+        match = _BUNDLE.match(line)
+        if match is None:
             continue
         bundles += 1
-        if not found[3]:  # an empty bundle, for a delay, has no mark
-            del open_loops[len(found[2]) :]
-        if found[1]:
-            del open_loops[len(found[2]) - 1 :]
+        if not match[3]:  # an empty bundle, for a delay, has no mark
+            del open_loops[len(match[2]) :]
+        if match[1]:
+            del open_loops[len(match[2]) - 1 :]
             open_loops.append(len(cycles))
             cycles.append(0)
         if open_loops:

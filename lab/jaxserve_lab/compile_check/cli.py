@@ -64,8 +64,8 @@ class Asked(NamedTuple):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line (None: this process's) and prints the results. Returns the exit code,
     see above."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    args, asked = parse(given)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    args, asked = parse(arguments)
     toolchain.quiet_start(loops=args.loops)
     out = sys.stderr if args.json else sys.stdout
 
@@ -74,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     print(report.header(), file=out, flush=True)
     checked = [
-        check_model(one.model, target, count, one.wish, tell)
-        for one in asked
-        for target, count in one.targets
+        check_model(item.model, target, count, item.wish, tell)
+        for item in asked
+        for target, count in item.targets
     ]
-    results = [result for one in checked for result in one.results]
+    results = [result for item in checked for result in item.results]
     if args.write_doc:
         command = [
-            flag for flag in given if flag != "--json" and not flag.startswith("--write_doc")
+            flag for flag in arguments if flag != "--json" and not flag.startswith("--write_doc")
         ]
         command.append(f"--write_doc={args.write_doc}")
         _write(Path(args.write_doc), checked, asked[0].wish.sizes, command)
@@ -96,7 +96,9 @@ def _write(path: Path, checked: Sequence[Checked], sizes: Sizes, command: Sequen
     """Writes the page, and in figures/ beside it the table of all programs."""
     table = path.parent / "figures" / f"{path.stem}.csv"
     table.parent.mkdir(exist_ok=True)
-    was, rows = (one.read_text(encoding="utf-8") if one.is_file() else "" for one in (path, table))
+    was, rows = (
+        file.read_text(encoding="utf-8") if file.is_file() else "" for file in (path, table)
+    )
     path.write_text(report.page(checked, sizes, command, was), encoding="utf-8")
     table.write_text(report.programs(checked, sizes, rows), encoding="utf-8")
 
@@ -107,8 +109,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
     parser = _parser()
     args = parser.parse_args(argv)
     try:
-        given = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
-        sizes = Sizes(*given, args.quantization, args.cache_dtype, _lora(args.lora))
+        limits = (args.block_size, args.max_rows, args.max_batch_tokens, args.dtype)
+        sizes = Sizes(*limits, args.quantization, args.cache_dtype, _lora(args.lora))
         asked = [_asked(model, args, sizes) for model in args.model.split(",")]
         if args.backend != "auto":
             resolve_backend(args.backend)
@@ -125,10 +127,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Asked]]:
 def _asked(model: str, args: argparse.Namespace, sizes: Sizes) -> Asked:
     """Raises ValueError for unknown names."""
     targets, programs = MODELS.get(model, _OTHERS)
-    each = [_target(name, args.tensor) for name in (args.target or targets).split(",")]
+    wanted = [_target(name, args.tensor) for name in (args.target or targets).split(",")]
     quantized_model(model, args.quantization)
     wish = Wish(choose(args.programs or programs), sizes, args.backend)
-    return Asked(model, each, wish)
+    return Asked(model, wanted, wish)
 
 
 def _lora(text: str) -> LoraSlots | None:

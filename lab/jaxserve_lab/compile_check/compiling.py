@@ -138,8 +138,8 @@ def _folder(case: CompileCase) -> Iterator[Path]:
 
 
 def _memory(compiled: jax.stages.Compiled) -> tuple[dict[str, int], int]:
-    said: Any = compiled.memory_analysis()
-    memory = {name: int(getattr(said, attribute)) for name, attribute in _KINDS.items()}
+    stats: Any = compiled.memory_analysis()
+    memory = {name: int(getattr(stats, attribute)) for name, attribute in _KINDS.items()}
     shared = memory["aliased"]  # an output that is an argument, such as the pool
     return memory, sum(memory.values()) - 2 * shared
 

@@ -363,11 +363,11 @@ def choose(names: str) -> list[Program]:
     chosen: list[Program] = []
     for name in names.split(","):
         groups = {"all": PROGRAMS, "steps": _whole(True), "kernels": _whole(False)}
-        found = groups.get(name) or [p for p in PROGRAMS if p.name == name]
-        if not found:
+        programs = groups.get(name) or [p for p in PROGRAMS if p.name == name]
+        if not programs:
             known = ", ".join(["all", "steps", "kernels", *(p.name for p in PROGRAMS)])
             raise ValueError(f"--programs: {name!r} is not one of {known}")
-        chosen += [program for program in found if program not in chosen]
+        chosen += [program for program in programs if program not in chosen]
     return chosen
 
 

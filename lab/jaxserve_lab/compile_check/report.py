@@ -31,13 +31,13 @@ PROGRAMS = (
 
 def versions() -> dict[str, str]:
     """Version of each compiler by package name, and of Python; "" if not installed."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            numbers[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = ""
-    return found
+            numbers[name] = ""
+    return numbers
 
 
 def header() -> str:
@@ -63,8 +63,10 @@ def on_chip(result: Result) -> str:
     cycles of their loops."""
     if result.findings.kernels:
         return registers(result.findings.kernels)
-    loops = [one for one in result.findings.loops if one.cycles]
-    return "; ".join(f"{one.name} {'+'.join(map(str, one.cycles))} cycles" for one in loops) or "-"
+    loops = [loop for loop in result.findings.loops if loop.cycles]
+    return (
+        "; ".join(f"{loop.name} {'+'.join(map(str, loop.cycles))} cycles" for loop in loops) or "-"
+    )
 
 
 def registers(kernels: Sequence[KernelUse]) -> str:
@@ -80,7 +82,7 @@ def registers(kernels: Sequence[KernelUse]) -> str:
 
 def summary(checked: Sequence[Checked]) -> list[str]:
     """The verdicts, one line per model and target."""
-    return [f"{one.target.name}, {one.model}: {verdict(one)}" for one in checked]
+    return [f"{model.target.name}, {model.model}: {verdict(model)}" for model in checked]
 
 
 def _label(result: Result) -> str:
@@ -115,16 +117,16 @@ def as_json(checked: Sequence[Checked]) -> dict[str, Any]:
         "versions": versions(),
         "targets": [
             {
-                "target": one.target.name,
-                "device": one.target.device,
-                "device_memory_bytes": one.target.memory_bytes,
-                "model": one.model,
-                "verdict": verdict(one),
-                "too_small": one.too_small,
-                **_layout(one),
-                "programs": [result.as_json() for result in one.results],
+                "target": model.target.name,
+                "device": model.target.device,
+                "device_memory_bytes": model.target.memory_bytes,
+                "model": model.model,
+                "verdict": verdict(model),
+                "too_small": model.too_small,
+                **_layout(model),
+                "programs": [result.as_json() for result in model.results],
             }
-            for one in checked
+            for model in checked
         ],
     }
 
@@ -158,8 +160,8 @@ def page(checked: Sequence[Checked], sizes: Sizes, command: Sequence[str], befor
 
     _, *old = before.split("\n## ")
     sections = {text.partition("\n")[0]: f"## {text.strip()}" for text in old}
-    for title, ones in _by_title(checked, sizes).items():
-        sections[title] = "\n\n".join([f"## {title}", _how(sizes, command), _overview(ones)])
+    for title, models in _by_title(checked, sizes).items():
+        sections[title] = "\n\n".join([f"## {title}", _how(sizes, command), _overview(models)])
     text = (Path(__file__).parent / "page.md.j2").read_text(encoding="utf-8")
     template = jinja2.Template(text, trim_blocks=True, keep_trailing_newline=True)
     return template.render(sections=list(sections.values()))
@@ -167,22 +169,24 @@ def page(checked: Sequence[Checked], sizes: Sizes, command: Sequence[str], befor
 
 def programs(checked: Sequence[Checked], sizes: Sizes, before: str = "") -> str:
     """The page's table of all programs, as CSV; arguments as in `page`."""
-    found: dict[str, list[Sequence[object]]] = {}
+    rows_by_title: dict[str, list[Sequence[object]]] = {}
     for row in list(csv.reader(before.splitlines()))[1:]:
-        found.setdefault(row[0], []).append(row)
-    for title, ones in _by_title(checked, sizes).items():
-        found[title] = [_cells(title, one, result) for one in ones for result in one.results]
+        rows_by_title.setdefault(row[0], []).append(row)
+    for title, models in _by_title(checked, sizes).items():
+        rows_by_title[title] = [
+            _cells(title, model, result) for model in models for result in model.results
+        ]
     lines = io.StringIO()
     table = csv.writer(lines, lineterminator="\n")
-    table.writerows([PROGRAMS, *(row for rows in found.values() for row in rows)])
+    table.writerows([PROGRAMS, *(row for rows in rows_by_title.values() for row in rows)])
     return lines.getvalue()
 
 
 def _by_title(checked: Sequence[Checked], sizes: Sizes) -> dict[str, list[Checked]]:
-    found: dict[str, list[Checked]] = {}
-    for one in checked:
-        found.setdefault(_title(one.model, sizes), []).append(one)
-    return found
+    groups: dict[str, list[Checked]] = {}
+    for model in checked:
+        groups.setdefault(_title(model.model, sizes), []).append(model)
+    return groups
 
 
 def _cells(title: str, one: Checked, result: Result) -> list[object]:

@@ -101,12 +101,12 @@ def _no_cuda() -> str | None:
 
 def _cuda_library() -> Path | None:
     try:
-        found = importlib.util.find_spec(CUDA_PLUGIN)
+        spec = importlib.util.find_spec(CUDA_PLUGIN)
     except ModuleNotFoundError:
         return None
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         return None
-    library = Path(found.origin).parent / "xla_cuda_plugin.so"
+    library = Path(spec.origin).parent / "xla_cuda_plugin.so"
     return library if library.is_file() else None
 
 

@@ -167,9 +167,11 @@ class Writer:
             self.say(f"{self.word('one night' if where == 'night' else 'one day')} {hook}")
         elif roll < 0.76 and where != "night":
             outing = self.word(where)
-            who = self.pick(("{kind} [named|called] {h} ", "{kind} [named|called] {h} ", "{kind} "))
-            self.say("[one day|one day|one morning], a~ {trait} " + who + outing + ".")
-            if who == "{kind} ":
+            name = self.pick(
+                ("{kind} [named|called] {h} ", "{kind} [named|called] {h} ", "{kind} ")
+            )
+            self.say("[one day|one day|one morning], a~ {trait} " + name + outing + ".")
+            if name == "{kind} ":
                 self.say("{his} name was {h}.")
             self.say(hook)
         elif roll < 0.95 or where != "out":

@@ -107,11 +107,11 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float]]:
     params = transpose_loaded(fuse_loaded(params, family, config), dtype)
     adapters = make_adapters(adapter_specs(family, config, slots, fused=True), dtype, None)
     put, columns = make_put(adapters), bucket(args.rank)
-    one = _random(empty_adapter(adapters, columns))
+    adapter = _random(empty_adapter(adapters, columns))
     for number in range(args.adapters):
-        adapters = put(adapters, one, np.int32(number + 1), np.int32(number * columns))
+        adapters = put(adapters, adapter, np.int32(number + 1), np.int32(number * columns))
     widths = slots.widths(skips=skips_columns())
-    width = next(each for each in widths if args.adapters * columns <= each)
+    width = next(choice for choice in widths if args.adapters * columns <= choice)
     blocks = args.rows * int(blocks_for(args.context, BLOCK))
     cached = cached_in(platform, dtype, backend, hidden=False)
     heads = inputs.model_heads(args.model)
@@ -154,14 +154,14 @@ def measure(args: argparse.Namespace) -> tuple[list[float], list[float]]:
         jax.block_until_ready(done)
         return pool, (time.perf_counter() - begin) / count
 
-    for which in (0, 1, 0, 1):
-        pool, _ = run(which, pool, 2)  # compiles
-    found: tuple[list[float], list[float]] = ([], [])
+    for kind in (0, 1, 0, 1):
+        pool, _ = run(kind, pool, 2)  # compiles
+    times: tuple[list[float], list[float]] = ([], [])
     for _ in range(args.repeats):
-        for which in (0, 1):
-            pool, seconds = run(which, pool, 5)
-            found[which].append(seconds)
-    return found
+        for kind in (0, 1):
+            pool, seconds = run(kind, pool, 5)
+            times[kind].append(seconds)
+    return times
 
 
 def _random(adapter: Layers) -> Layers:

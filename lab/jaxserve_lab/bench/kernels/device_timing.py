@@ -117,8 +117,8 @@ def _device_seconds(run: Callable[[], None]) -> float:
 def _cupti() -> Any:
     """jaxlib's extension that talks to CUPTI, or None."""
     try:
-        found = importlib.import_module(_CUPTI)
+        module = importlib.import_module(_CUPTI)
     except ImportError:
         return None
-    extension = getattr(found, "_mosaic_gpu_ext", None)
+    extension = getattr(module, "_mosaic_gpu_ext", None)
     return extension if hasattr(extension, "_cupti_get_timings") else None

@@ -116,15 +116,15 @@ def decode_steps(size: StepSize, backend: str, copy_rate: float) -> list[StepTim
     alike = size.weights == size.cached == size.dtype
     if heads.offers_hidden and not heads.rotary and alike:
         cases.append(("hidden, absorbed", HIDDEN, vectors))
-    found = []
+    steps = []
     for name, kind, cached in reversed(cases):
         if kind == KV:  # as in an engine without hidden caches
             params = transpose_loaded(fuse_loaded(params, family, config), dtype)
         floor = weights + cached
         seconds = _step_seconds(size, kind, family, config, heads, params, backend)
         about = (size.model, size.weights, f"{name}, {size.cached}", size.rows, size.context)
-        found.append(StepTime(*about, seconds, floor, floor / copy_rate))
-    return found[::-1]
+        steps.append(StepTime(*about, seconds, floor, floor / copy_rate))
+    return steps[::-1]
 
 
 def _step_seconds(
@@ -155,12 +155,12 @@ def _step_seconds(
         return pool, tokens, time.perf_counter() - begin
 
     pool, tokens, _ = run(pool, tokens, 2)  # compiles
-    each = []
+    seconds = []
     for _ in range(5):
         pool, tokens, short = run(pool, tokens, 2)
         pool, tokens, long = run(pool, tokens, 12)
-        each.append((long - short) / 10)
-    return statistics.median(each)
+        seconds.append((long - short) / 10)
+    return statistics.median(seconds)
 
 
 @jax.jit

@@ -130,8 +130,8 @@ def run(plan: Plan, tell: Tell, only: Sequence[str] = ()) -> Outcome:
 
 
 def _checks(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    found = check_kernels(plan.backend, plan.dtypes, plan.shapes)
-    for check in chain(found, check_products(plan.formats)):
+    checks = check_kernels(plan.backend, plan.dtypes, plan.shapes)
+    for check in chain(checks, check_products(plan.formats)):
         _checked(check, outcome, tell)
 
 
@@ -143,14 +143,14 @@ def _checked(check: Check, outcome: Outcome, tell: Tell) -> None:
 
 
 def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    given = plan.backend, plan.matrix, tell
-    outcome.ceilings, outcome.kernels = kernels.run(plan.models, plan.workload, *given)
+    arguments = plan.backend, plan.matrix, tell
+    outcome.ceilings, outcome.kernels = kernels.run(plan.models, plan.workload, *arguments)
     for dtype in plan.caches:
         # Pools of equal bytes: Pallas-Triton cannot index 8-bit ones between 2 and 4 GiB.
         work = replace(plan.workload, dtype=dtype, layers=2 * plan.workload.layers)
         names = ("decode attention", "prefill attention")
         run = partial(kernels.run, ceilings=outcome.ceilings, only=names)
-        outcome.kernels += run(plan.models, work, *given)[1]
+        outcome.kernels += run(plan.models, work, *arguments)[1]
 
 
 def _ceilings(plan: Plan, outcome: Outcome) -> kernels.Ceilings:
@@ -166,9 +166,9 @@ def _products(plan: Plan, outcome: Outcome, tell: Tell) -> None:
         outcome.products.append(one)
         tell(kernels.line(one))
 
-    given = plan.formats, plan.rows, plan.workload.dtype, _ceilings(plan, outcome)
+    arguments = plan.formats, plan.rows, plan.workload.dtype, _ceilings(plan, outcome)
     for model in plan.models:
-        time_products(model, *given, found)
+        time_products(model, *arguments, found)
 
 
 def _mixtures(plan: Plan, outcome: Outcome, tell: Tell) -> None:
@@ -184,14 +184,14 @@ def _mixtures(plan: Plan, outcome: Outcome, tell: Tell) -> None:
 
 
 def _trials(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    given = (plan.rivals, plan.models, plan.workload, outcome.kernels)
-    outcome.trials += run_trials(*given, dtypes=plan.dtypes, shapes=plan.shapes, tell=tell)
+    arguments = (plan.rivals, plan.models, plan.workload, outcome.kernels)
+    outcome.trials += run_trials(*arguments, dtypes=plan.dtypes, shapes=plan.shapes, tell=tell)
 
 
 def _step(size: StepSize, plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    found = decode_steps(size, plan.backend, _ceilings(plan, outcome).copy)
-    outcome.steps += found
-    for step in found:
+    steps = decode_steps(size, plan.backend, _ceilings(plan, outcome).copy)
+    outcome.steps += steps
+    for step in steps:
         tell(
             f"{step.model}, decode step of {step.rows} x {step.context}, {step.weights}, "
             f"{step.cache}: {step.seconds * 1e3:.2f} ms, {step.times_floor:.2f} x its byte floor"

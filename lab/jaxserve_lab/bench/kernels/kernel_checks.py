@@ -69,10 +69,10 @@ def check_kernels(
     check has a `why`."""
 
     def both(given: tuple[str, Heads, str]) -> list[Check]:
-        found = list(_checked(KV, chain(_kv(*given), _copies(*given)), *given))
+        results = list(_checked(KV, chain(_kv(*given), _copies(*given)), *given))
         if given[1].offers_hidden:
-            found += _checked(HIDDEN, _hidden(*given), *given)
-        return found
+            results += _checked(HIDDEN, _hidden(*given), *given)
+        return results
 
     yield from at_once(both, [(backend, heads, dtype) for heads in shapes for dtype in dtypes])
 
@@ -81,8 +81,8 @@ def at_once(check: Callable[[Any], Iterable[Check]], cases: Iterable[Any]) -> It
     """The results of `check` for all cases, in order. Several are compiled at once, which takes
     most of the time."""
     with ThreadPoolExecutor() as threads:
-        for found in threads.map(check, cases):
-            yield from found
+        for checks in threads.map(check, cases):
+            yield from checks
 
 
 def check_decodes(
@@ -91,8 +91,8 @@ def check_decodes(
     """The checks of `check_kernels` that are decode attention over K and V."""
     for heads in shapes:
         for dtype in dtypes:
-            given = backend, heads, dtype
-            yield from _checked(KV, _decodes(*given), *given)
+            arguments = backend, heads, dtype
+            yield from _checked(KV, _decodes(*arguments), *arguments)
 
 
 def _checked(
@@ -228,11 +228,11 @@ def _copies(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
 def _written(pool: Pool, new: Sequence[jax.Array], batch: AttentionBatch) -> np.ndarray:
     """The pool, with int8 as numbers, after writing new K, V and hidden vectors."""
     if isinstance(pool, ScaledPool):
-        wide = (np.asarray(one, np.float32) for one in new)
-        k, v, x = (reference.as_numbers(reference.as_cached(one, pool.dtype)) for one in wide)
+        wide = (np.asarray(array, np.float32) for array in new)
+        k, v, x = (reference.as_numbers(reference.as_cached(array, pool.dtype)) for array in wide)
         return reference.write(reference.as_numbers(pool), LAYER, k, v, x, batch)
-    given = [one.astype(pool.dtype) for one in new]
-    return reference.write(pool, LAYER, given[0], given[1], given[2], batch)
+    vectors = [array.astype(pool.dtype) for array in new]
+    return reference.write(pool, LAYER, vectors[0], vectors[1], vectors[2], batch)
 
 
 def _as_staged(pool: Pool | np.ndarray) -> np.ndarray:

@@ -118,7 +118,7 @@ def show(args: argparse.Namespace) -> int:
         print("measuring the rates of a copy and a matrix product", file=sys.stderr, flush=True)
     work = Workload(**{item.name: getattr(args, item.name) for item in fields(Workload)})
     try:
-        ceilings, found = run(args.model, work, args.backend, args.matrix, tell, bar)
+        ceilings, timings = run(args.model, work, args.backend, args.matrix, tell, bar)
     except ValueError as error:  # a backend that does not support the shape
         print(f"jaxserve bench: {error}", file=sys.stderr)
         return 2
@@ -128,7 +128,7 @@ def show(args: argparse.Namespace) -> int:
             "command": "kernels",
             "workload": asdict(work),
             **about,
-            **as_json(ceilings, found),
+            **as_json(ceilings, timings),
         }
         print(json.dumps(result, allow_nan=False), flush=True)
     return 0
@@ -161,20 +161,20 @@ def run(
         ValueError: A named backend does not support a model's shape.
     """
     dtype, wide = jnp.dtype(work.dtype), inputs.activations(work.dtype)
-    planned = [one for model in models for one in _planned(model, work, backend, tell, only)]
+    planned = [item for model in models for item in _planned(model, work, backend, tell, only)]
     ceilings = ceilings or measure_ceilings(matrix, wide)
     tell(
         f"{device_name()}: copy {ceilings.copy / 1e9:,.1f} GB/s, {wide.name} matrix product "
         f"{ceilings.matmul / 1e12:,.3f} TFLOP/s"
     )
     tell(HEAD)
-    found = []
+    timings = []
     for model, heads, chosen, case in progress(planned):
         pool = inputs.random_pool(heads, work.layers, work.blocks, work.block_size, dtype)
         timing = measure(case.make(pool))
-        found.append(measured(model, case, work.dtype, chosen, timing, ceilings))
-        tell(line(found[-1]))
-    return ceilings, found
+        timings.append(measured(model, case, work.dtype, chosen, timing, ceilings))
+        tell(line(timings[-1]))
+    return ceilings, timings
 
 
 def _planned(
@@ -186,8 +186,8 @@ def _planned(
     chosen, reason = select_backend(backend, kinds, heads.shape(work.block_size, work.dtype))
     if reason:
         tell(f"{model}: {reason}; measuring {chosen}")
-    found = cases(heads, work, chosen)
-    return [(model, heads, chosen, case) for case in found if not only or case.name in only]
+    planned = cases(heads, work, chosen)
+    return [(model, heads, chosen, case) for case in planned if not only or case.name in only]
 
 
 def measure_ceilings(matrix: int, dtype: jnp.dtype) -> Ceilings:

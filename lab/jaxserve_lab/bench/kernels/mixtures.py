@@ -78,8 +78,8 @@ def time_mixtures(
     for count in tokens:
         case = _case(layers, config.experts, count, config.d_model, dtype)
         timing = measure(case.make(None))
-        each = Timing(timing.seconds / LAYERS, timing.clock, timing.host_seconds / LAYERS)
-        tell(measured(model, case, dtype, "", each, ceilings))
+        per_layer = Timing(timing.seconds / LAYERS, timing.clock, timing.host_seconds / LAYERS)
+        tell(measured(model, case, dtype, "", per_layer, ceilings))
 
 
 def mixtures_of(params: Params) -> list[ExpertParams]:

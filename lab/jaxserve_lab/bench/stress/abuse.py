@@ -245,26 +245,26 @@ def measured(server: Victim, case: AbuseCase) -> Row:
     row.kept_mib = max(0.0, _kept(server) - memory)
     row.lines = server.lines() - lines
     none = 0 if math.isfinite(case.health_s) else math.inf
-    for what, limit, found in (
+    for what, limit, value in (
         ("{:.0f} calls of others had no answer", none, most["unanswered"]),
         ("others waited for {:.0f} ms", 1000 * case.others_s, 1000 * row.others_s),
         ("/health took {:.0f} ms", 1000 * case.health_s, 1000 * row.health_s),
         ("it took {:.0f} MiB more", case.most_mib, row.memory_mib),
         ("{:.0f} MiB were kept", case.kept_mib, row.kept_mib),
     ):
-        if found > limit:
-            row.problems.append(f"{what.format(found)}, and {limit:.0f} is allowed")
+        if value > limit:
+            row.problems.append(f"{what.format(value)}, and {limit:.0f} is allowed")
     return row
 
 
 def _kept(server: Victim) -> float:
     """The server's memory, MiB, after some time to give memory back."""
-    found = []
+    samples = []
     for _ in range(10):
         if server.process.poll() is None:
-            found.append(server.memory_mib())
+            samples.append(server.memory_mib())
         time.sleep(_SETTLE_S / 10)
-    return min(found, default=0.0)
+    return min(samples, default=0.0)
 
 
 @contextlib.contextmanager
@@ -293,7 +293,7 @@ def watched(server: Victim) -> Iterator[dict[str, float]]:
             "others_s": lambda: client.info(timeout=_PATIENCE_S),
             "health_s": lambda: http_attacks.call(server, "/health"),
         }
-        threads = [threading.Thread(target=probe, args=one) for one in asks.items()]
+        threads = [threading.Thread(target=probe, args=item) for item in asks.items()]
         for thread in threads:
             thread.start()
         try:

@@ -48,16 +48,16 @@ async def crowd(address: str, processes: int, calls: int) -> tuple[Counter[str],
     try:
         await asyncio.gather(*map(line, running))
         write(b"go\n")
-        found = [json.loads(each) for each in await asyncio.gather(*map(line, running))]
+        results = [json.loads(each) for each in await asyncio.gather(*map(line, running))]
     finally:
         for process in running:
             assert process.stdin is not None
             process.stdin.close()
         await asyncio.gather(*(process.wait() for process in running))
     codes: Counter[str] = Counter()
-    for each in found:
+    for each in results:
         codes.update(each["codes"])
-    return codes, sum(each["hints"] for each in found), max(each["longest_s"] for each in found)
+    return codes, sum(each["hints"] for each in results), max(each["longest_s"] for each in results)
 
 
 async def one_process(address: str, calls: int) -> None:

@@ -55,8 +55,8 @@ class Saboteur(Observer):
 
 def main() -> int:
     """Runs the server; returns its exit code."""
-    given = read_config(sys.argv[1:])
-    config = given.with_fields(server__port=0, server__http_port=0, server__metrics_port=-1)
+    read = read_config(sys.argv[1:])
+    config = read.with_fields(server__port=0, server__http_port=0, server__metrics_port=-1)
     http = http_settings(config)
     with open_batches(config.server, config.scheduler) as batches:
         # Imported late: jax takes seconds.

@@ -124,8 +124,8 @@ def _waited(server: Victim, asked: Asked, tried: Tried) -> float:
 def _status(server: Victim, key: str, asked: Asked) -> int | None:
     """A call's status; None without an answer."""
     try:
-        given = (server.http_address, asked.path, asked.body, asked.headers)
-        return call(*given, key=key, patience_s=_PATIENCE_S)[0]
+        arguments = (server.http_address, asked.path, asked.body, asked.headers)
+        return call(*arguments, key=key, patience_s=_PATIENCE_S)[0]
     except (OSError, http.client.HTTPException):
         return None
 
@@ -133,11 +133,11 @@ def _status(server: Victim, key: str, asked: Asked) -> int | None:
 def _steps(server: Victim) -> tuple[float, float]:
     """Seconds of the steps so far, and their number."""
     page = call(server.http_address, "/metrics", key=QUIET)[1].decode()
-    found = [
+    samples = [
         re.search(rf"^jaxserve:step_time_seconds_{name}\{{.*\}} (\S+)$", page, re.MULTILINE)
         for name in ("sum", "count")
     ]
-    total, count = (0.0 if each is None else float(each[1]) for each in found)
+    total, count = (0.0 if each is None else float(each[1]) for each in samples)
     return total, count
 
 
@@ -177,8 +177,8 @@ def _endless_texts(_: Victim) -> Iterator[Asked]:
 
 def _endless_tools(_: Victim) -> Iterator[Asked]:
     for number in range(16):
-        given = {"type": "object", "properties": {"a": _endless(number)}, "required": ["a"]}
-        tool = _tool({**given, "additionalProperties": False}, strict=True)
+        parameters = {"type": "object", "properties": {"a": _endless(number)}, "required": ["a"]}
+        tool = _tool({**parameters, "additionalProperties": False}, strict=True)
         yield _chat(tools=[tool], tool_choice="required")
 
 
@@ -233,8 +233,10 @@ def _predictions(_: Victim) -> Iterator[Asked]:
 
 def _many_tools(_: Victim) -> Iterator[Asked]:
     """Chats with tools of 280 KB, more than allowed."""
-    given = {f"p{number}": {"type": "string", "description": "d" * 10} for number in range(45)}
-    tools = [_tool({"type": "object", "properties": given}, f"f{number}") for number in range(128)]
+    properties = {f"p{number}": {"type": "string", "description": "d" * 10} for number in range(45)}
+    tools = [
+        _tool({"type": "object", "properties": properties}, f"f{number}") for number in range(128)
+    ]
     body = _chat(tools=tools)
     yield from itertools.repeat(body, 256)
 

@@ -65,14 +65,14 @@ def strings(server: Victim) -> Tried:
     for text in _STRINGS:
         message = {**_USER, "content": text}
         completion = ({"prompt": "x", name: text} for name in _TEXTS)
-        found: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, each) for each in completion]
-        found += [
+        calls: list[tuple[str, dict[str, Any]]] = [(COMPLETIONS, fields) for fields in completion]
+        calls += [
             (COMPLETIONS, {"prompt": text}),
             (CHAT, {"messages": [message]}),
             (CHAT, {"messages": [{**message, "role": text}]}),
             ("/tokenize", {"prompt": text}),
         ]
-        for path, body in found:
+        for path, body in calls:
             short = {} if path == "/tokenize" else {"max_tokens": 2}
             status = _try(server, tried, path, {**body, **short})
             tried.expect(status < 500, f"{path}: {status} for {list(body)} of {text[:9]!r}")
@@ -132,14 +132,14 @@ def silent(server: Victim) -> Tried:
         held = [stack.enter_context(_connected(server, head)) for _ in range(SILENT)]
         until = time.monotonic() + _SILENT_S
         while time.monotonic() < until:
-            for each in held[::2]:
+            for connection in held[::2]:
                 with contextlib.suppress(OSError):
-                    each.send(b"x")
+                    connection.send(b"x")
             status, _ = call(server, "/health")
             tried.expect(status == 200, f"/health got {status}")
             time.sleep(1.0)
-        for each in held:
-            tried.codes["closed" if _is_closed(each) else "still there"] += 1
+        for connection in held:
+            tried.codes["closed" if _is_closed(connection) else "still there"] += 1
     tried.expect(set(tried.codes) == {"closed"}, "a connection is still there")
     _serves(server, tried)
     return tried
@@ -155,12 +155,12 @@ def framing(server: Victim) -> Tried:
         request = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\n{head}\r\n\r\n0\r\n\r\n"
         behind = "GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with _connected(server, (request + behind).encode()) as connection:
-            told = b""
+            answers = b""
             with contextlib.suppress(ConnectionError):
                 while piece := connection.recv(1 << 16):
-                    told += piece
-        tried.codes[told[9:12].decode() or "closed"] += 1
-        tried.expect(told.count(b"HTTP/1.1 ") <= 1, f"what is behind {head[:40]!r} was served")
+                    answers += piece
+        tried.codes[answers[9:12].decode() or "closed"] += 1
+        tried.expect(answers.count(b"HTTP/1.1 ") <= 1, f"what is behind {head[:40]!r} was served")
     tried.expect(set(tried.codes) <= {"400", "closed"}, "a request was served")
     return tried
 
@@ -190,11 +190,11 @@ def liars(server: Victim) -> Tried:
         time.sleep(0.1)
         began = time.monotonic()
         honest = [pool.submit(ask, HONEST_MS) for _ in range(HONEST)]
-        served = sum(each.result() == 200 for each in honest)
+        served = sum(future.result() == 200 for future in honest)
         tried.longest_s = time.monotonic() - began
-        told = [each.result() for each in lies]
+        statuses = [future.result() for future in lies]
     tried.codes.update({"honest, 200": served, "honest, refused": HONEST - served})
-    tried.codes.update(f"liars, {status}" for status in told)
+    tried.codes.update(f"liars, {status}" for status in statuses)
     tried.expect(served >= HONEST - 2, "honest calls were refused beside liars")
     return tried
 

@@ -41,13 +41,13 @@ def call(
         OSError, http.client.HTTPException: There was no answer.
     """
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    given = {} if raw is None else {"Content-Type": "application/json"}
+    sent_headers = {} if raw is None else {"Content-Type": "application/json"}
     if key is not None:
-        given["Authorization"] = f"Bearer {key}"
+        sent_headers["Authorization"] = f"Bearer {key}"
     connection = http.client.HTTPConnection(address, timeout=patience_s)
     with contextlib.closing(connection):
         method = method or ("GET" if raw is None else "POST")
-        connection.request(method, path, raw, {**given, **(headers or {})})
+        connection.request(method, path, raw, {**sent_headers, **(headers or {})})
         answer = connection.getresponse()
         return answer.status, answer.read()
 

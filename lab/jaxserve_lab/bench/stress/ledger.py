@@ -93,12 +93,12 @@ class Ledger:
     def disagreements(self, served: Mapping[tuple[str, str], int]) -> list[str]:
         """Where the server's counts, by (method, ending), are impossible for these calls; one line
         each."""
-        found = []
+        problems = []
         for method in sorted({method for method, _ in (*self._seen, *served)}):
             ours = {sets: count for (name, sets), count in self._seen.items() if name == method}
             theirs = {CallOutcome(end): n for (name, end), n in served.items() if name == method}
-            found += _compared(method, ours, self._maybe[method], theirs)
-        return found
+            problems += _compared(method, ours, self._maybe[method], theirs)
+        return problems
 
 
 def _compared(
@@ -110,18 +110,18 @@ def _compared(
     """Checks that totals agree, and that the count of each ending is possible: at least its certain
     calls, at most all possible ones. Calls of which the server may not know can have any ending,
     or none."""
-    found = []
+    problems = []
     total, counted = sum(ours.values()), sum(theirs.values())
     if not total <= counted <= total + maybe:
         more = f" and perhaps {maybe} more" if maybe else ""
-        found.append(f"{method}: {counted} calls were counted, {total}{more} were made")
+        problems.append(f"{method}: {counted} calls were counted, {total}{more} were made")
     for ending in CallOutcome:
         least = sum(count for sets, count in ours.items() if sets == {ending})
         most = sum(count for sets, count in ours.items() if ending in sets) + maybe
         if not least <= theirs.get(ending, 0) <= most:
             bounds = str(least) if least == most else f"{least} to {most}"
-            found.append(
+            problems.append(
                 f"{method}: {theirs.get(ending, 0)} are {ending} to the server, "
                 f"{bounds} to the clients"
             )
-    return found
+    return problems

@@ -47,11 +47,11 @@ class Victim:
 
     def handles(self) -> list[str]:
         """Its open files: paths, and sockets and pipes by kind, sorted."""
-        found = []
+        names = []
         for entry in (self._proc / "fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                found.append(os.readlink(entry).partition(":[")[0])
-        return sorted(found)
+                names.append(os.readlink(entry).partition(":[")[0])
+        return sorted(names)
 
     def lines(self) -> int:
         """Number of lines logged so far."""
@@ -89,7 +89,7 @@ def victim(
             f"server.batch_dir={Path(folder) / 'batches' if batches else ''}",
         )
         command = [sys.executable, "-m", "jaxserve_lab.bench.stress.faulty_server"]
-        command += [*(f"--config.{each}" for each in fields), *flags]
+        command += [*(f"--config.{field}" for field in fields), *flags]
         with (
             log.open("w") as stderr,
             subprocess.Popen(

@@ -89,8 +89,8 @@ class Outcome:
         """Median MiB of each third of the samples; empty without samples."""
         if not self.memory_mib:
             return []
-        each = math.ceil(len(self.memory_mib) / 3)
-        parts = [self.memory_mib[i * each : (i + 1) * each] for i in range(3)]
+        size = math.ceil(len(self.memory_mib) / 3)
+        parts = [self.memory_mib[i * size : (i + 1) * size] for i in range(3)]
         return [statistics.median(part or self.memory_mib) for part in parts]
 
 
@@ -191,15 +191,17 @@ def text(outcome: Outcome) -> str:
     lines = [("", "calls", "as their clients saw them end")]
     for kind in sorted({kind for kind, _ in outcome.by_kind}):
         ends = {end: n for (name, end), n in sorted(outcome.by_kind.items()) if name == kind}
-        told = ", ".join(f"{count:,} {end}" for end, count in ends.items())
-        lines.append((kind, f"{sum(ends.values()):,}", told))
+        ends_text = ", ".join(f"{count:,} {end}" for end, count in ends.items())
+        lines.append((kind, f"{sum(ends.values()):,}", ends_text))
     total: Counter[str] = Counter()
     for (_, ending), count in outcome.endings.items():
         total[ending] += count
-    told = ", ".join(f"{count:,} {ending}" for ending, count in sorted(total.items()) if count)
-    lines.append(("to the server", f"{total.total():,}", told))
-    thirds = ", ".join(f"{each:,.1f}" for each in outcome.thirds())
-    waits = ", ".join(f"{who} {each:,.1f} s" for who, each in sorted(outcome.longest_s.items()))
+    ends_text = ", ".join(f"{count:,} {ending}" for ending, count in sorted(total.items()) if count)
+    lines.append(("to the server", f"{total.total():,}", ends_text))
+    thirds = ", ".join(f"{value:,.1f}" for value in outcome.thirds())
+    waits = ", ".join(
+        f"{waiter} {value:,.1f} s" for waiter, value in sorted(outcome.longest_s.items())
+    )
     before, after = outcome.threads
     count = len(outcome.problems)
     return "\n".join(
@@ -247,19 +249,19 @@ def _new_handles(server: Victim, before: Counter[str]) -> Counter[str]:
 def left_over(page: Page, handles: Counter[str], outcome: Outcome) -> list[str]:
     """Problems at rest: things that should be empty, or should not have happened. handles: newly
     open files."""
-    found, values = [], page.values
+    problems, values = [], page.values
     for name in (*AT_REST, "compiles_after_warmup_total"):
         if values[name]:
-            found.append(f"{name} is {values[name]:.0f} at the end")
+            problems.append(f"{name} is {values[name]:.0f} at the end")
     if values["num_blocks_free"] != values["num_blocks"]:
-        found.append(f"{values['num_blocks'] - values['num_blocks_free']:.0f} blocks are used")
+        problems.append(f"{values['num_blocks'] - values['num_blocks_free']:.0f} blocks are used")
     if not outcome.preemptions:
-        found.append("no request was preempted: the pool is too large to say much")
+        problems.append("no request was preempted: the pool is too large to say much")
     before, after = outcome.threads
     if after > before + MAX_NEW_THREADS:
-        found.append(f"{after} threads, {before} before")
-    found += [f"{n} more open: {name}" for name, n in handles.items()]
-    return found
+        problems.append(f"{after} threads, {before} before")
+    problems += [f"{n} more open: {name}" for name, n in handles.items()]
+    return problems
 
 
 def grown(outcome: Outcome, most_mib: float) -> list[str]:

@@ -111,12 +111,12 @@ def whole_http(
     Raises:
         Refused: The status is not 200.
     """
-    given = {"method": method, "patience_s": None, **options}
-    status, answer = call(caller.http.address, path, body, **given)
+    arguments = {"method": method, "patience_s": None, **options}
+    status, answer = call(caller.http.address, path, body, **arguments)
     label = "http " + "/".join(path.split("/")[:3])
     ended = "ok" if status == http.HTTPStatus.OK else soak_frontends.error_code(status, answer)
     caller.ledger.note(kind, label, ended)
     if ended != "ok":
         raise soak_frontends.Refused(ended)
-    found: dict[str, Any] = json.loads(answer)
-    return found
+    body_object: dict[str, Any] = json.loads(answer)
+    return body_object

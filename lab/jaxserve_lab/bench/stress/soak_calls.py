@@ -35,10 +35,12 @@ def scored(caller: Caller) -> None:
     asked, ended = caller.asked(), "ok"
     asked.max_tokens, asked.sampling = 0, {"echo": True, "logprobs": caller.rng.randint(0, 20)}
     try:
-        found = whole_http(caller, "scored", COMPLETIONS, soak_frontends.completion(asked))
-        told = found["choices"][0]["logprobs"]["token_logprobs"]
-        if len(told) != len(asked.prompt) or None in told[1:]:
-            caller.ledger.problem(f"scored: {len(told)} of {len(asked.prompt)} tokens were told")
+        answer = whole_http(caller, "scored", COMPLETIONS, soak_frontends.completion(asked))
+        logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+        if len(logprobs) != len(asked.prompt) or None in logprobs[1:]:
+            caller.ledger.problem(
+                f"scored: {len(logprobs)} of {len(asked.prompt)} tokens were told"
+            )
     except soak_frontends.Refused as error:
         ended = error.status
     if ended not in {"ok", *_OVERLOADED}:
@@ -53,11 +55,11 @@ def conversation(caller: Caller) -> None:
     try:
         for turn, cache_salt in enumerate((salt, salt, salt, uuid.uuid4().hex)):
             body = soak_frontends.completion(asked, cache_salt=cache_salt)
-            found = whole_http(caller, "conversation", COMPLETIONS, body)
-            cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+            answer = whole_http(caller, "conversation", COMPLETIONS, body)
+            cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             if cached and (cache_salt != salt or not turn):
                 caller.ledger.problem(f"conversation: {cached} tokens of others' were found")
-            texts.append(found["choices"][0]["text"])
+            texts.append(answer["choices"][0]["text"])
             if turn < 2:  # the third and the fourth are equal
                 asked.prompt = asked.prompt + asked.prompt[:8]
         if texts[2] != texts[3]:
@@ -79,9 +81,9 @@ def cancelled(caller: Caller) -> None:
     vanish = caller.rng.random() < 0.5
     kind, door = "disconnected" if vanish else "cancelled", caller.door()
     asked = caller.asked(shortest=20)
-    stream, some = door.stream(asked), caller.rng.randint(1, 10)
+    stream, pieces = door.stream(asked), caller.rng.randint(1, 10)
     texts = caller.texts(stream, asked)
-    ended = _followed(stream, texts, lambda number, _: number == some, vanish=vanish)
+    ended = _followed(stream, texts, lambda number, _: number == pieces, vanish=vanish)
     _note_read(caller, kind, door, ended)
 
 

@@ -127,8 +127,8 @@ class Clients:
             now = time.monotonic()
             if not lost and now > end and patience.over(tokens(self._server), now):
                 doing = Counter(self.callers[i].doing for i in waiting)
-                told = ", ".join(f"{count} {kind}" for kind, count in sorted(doing.items()))
-                lost = f"clients wait for good ({told}), no token for {self._patience_s:g} s"
+                counts = ", ".join(f"{count} {kind}" for kind, count in sorted(doing.items()))
+                lost = f"clients wait for good ({counts}), no token for {self._patience_s:g} s"
                 self._server.process.kill()  # so that their calls end
         code = self._server.process.poll()
         if code is not None:

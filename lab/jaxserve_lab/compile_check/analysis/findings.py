@@ -70,9 +70,9 @@ def find_problems(
         _check_host_copies(text)
     moved: list[weights.Move] = []
     problems: list[str] = []
-    found = sums.sums_of(module) if program.whole else {}
+    summed = sums.sums_of(module) if program.whole else {}
     if program.deterministic:
-        problems += sums.unordered(found, sums.float_atomics(folder) if cuda else ())
+        problems += sums.unordered(summed, sums.float_atomics(folder) if cuda else ())
     if program.whole:
         _check_names(module)
         moved = weights.moves(module, weights.is_parameter_of_model)
@@ -93,7 +93,7 @@ def find_problems(
         loops=kernel_loops(folder, _pallas_names(module)),
         traffic=traffic(module, is_pool) if program.whole else Traffic(),
         weights_moved=sum(move.size for move in moved),
-        sums=found,
+        sums=summed,
         problems=problems,
     )
 
@@ -105,9 +105,9 @@ def is_pool(op: hlo.Operation) -> bool:
 
 def _check_names(module: hlo.Module) -> None:
     """Raises RuntimeError if parameters have unexpected names, so that nothing could be found."""
-    given = [op for op in module.computations[module.entry] if op.opcode == "parameter"]
-    others = [op for op in given if not weights.is_parameter_of_model(op)]
-    if len(others) == len(given):
+    parameters = [op for op in module.computations[module.entry] if op.opcode == "parameter"]
+    others = [op for op in parameters if not weights.is_parameter_of_model(op)]
+    if len(others) == len(parameters):
         raise RuntimeError("none of the step's parameters is called params")
     for op in others:
         if not is_pool(op) and sum(array.size for array in op.arrays) > _LARGE:
@@ -173,12 +173,12 @@ def host_copies(text: str) -> tuple[int, int]:
     """Counts the asynchronous copies in a compiled program's text that have both a start and a
     done: (to host memory, from host memory)."""
     done = set(_DONE.findall(text))
-    found = [0, 0]
+    counts = [0, 0]
     for name, target, source in _START.findall(text):
         ends = (_SPACE in target, _SPACE in source)
         if name in done and ends[0] != ends[1]:
-            found[ends[1]] += 1
-    return found[0], found[1]
+            counts[ends[1]] += 1
+    return counts[0], counts[1]
 
 
 def _too_large(case: CompileCase, module: hlo.Module) -> Iterator[str]:

@@ -100,8 +100,8 @@ class Operation:
     @property
     def source(self) -> str:
         """The name of an entry parameter in the traced function, such as "params.layers[0]"."""
-        said = re.search(r'op_name="([^"]*)"', self.rest)
-        return said[1] if said else ""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ def read(text: str) -> Module:
         if head := _COMPUTATION.match(line):
             current = computations.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
-        elif current is not None and (found := _OPERATION.match(line)):
-            current.append(_operation(found[2], found[3], bool(found[1])))
+        elif current is not None and (match := _OPERATION.match(line)):
+            current.append(_operation(match[2], match[3], bool(match[1])))
     if not entry:
         raise ValueError("the HLO has no entry computation")
     return Module({name: tuple(lines) for name, lines in computations.items()}, entry)

@@ -18,16 +18,16 @@ _SAME = re.compile(r"(%\w+) = tt\.(?:splat|broadcast|expand_dims|reshape) (%\w+)
 def narrow_indices(lowered: jax.stages.Lowered) -> list[str]:
     """Each array beyond 4 GiB (at 16 bits) that a kernel of the program indexes with 32 bits, as
     "kernel: operand number". Such a kernel would read wrong addresses."""
-    found: list[str] = []
+    problems: list[str] = []
 
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.custom_call":
-            found.extend(_of_call(operation))
+            problems.extend(_of_call(operation))
         return ir.WalkResult.ADVANCE
 
     module: Any = lowered.compiler_ir()
     module.operation.walk(visit)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(problems))
 
 
 def _of_call(call: Any) -> list[str]:
@@ -58,15 +58,15 @@ def narrow_in(text: str, large: set[int]) -> list[int]:
     """The arguments in `large` of the kernel in `text`, Triton's IR, to which an offset of 32 bits
     is added. Values are traced back to the argument of their first address."""
     origin: dict[str, int] = {f"%arg{number}": number for number in large}
-    found: dict[int, None] = {}
+    arguments: dict[int, None] = {}
     for line in text.splitlines():
         if moved := _MOVE.search(line.strip()):
             new, old, width = moved.groups()
             if _known(origin, new, old) is not None and width == "i32":
-                found[origin[new]] = None
+                arguments[origin[new]] = None
         elif same := _SAME.search(line):
             _known(origin, same[1], same[2])
-    return list(found)
+    return list(arguments)
 
 
 def _known(origin: dict[str, int], new: str, old: str) -> int | None:

@@ -15,15 +15,15 @@ _BUFFER = "kCommandBuffer"
 
 def shared_memory(folder: Path) -> dict[str, int]:
     """Bytes of shared memory that a launch asks for, by kernel, in the dump of a compilation."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for path in folder.glob("*thunk_sequence.txt"):
-        found |= shared_in(path.read_text(encoding="utf-8"))
+        sizes |= shared_in(path.read_text(encoding="utf-8"))
     for path in folder.glob("*.resources.txt"):  # Mosaic GPU's files, for kernel NAME_0
-        said = _MOSAIC.search(path.read_text(encoding="utf-8"))
-        if said is not None:
+        match = _MOSAIC.search(path.read_text(encoding="utf-8"))
+        if match is not None:
             name = path.name.removesuffix(".resources.txt").rpartition("_")[0]
-            found[f"{name}_mosaic_gpu_kernel"] = int(said[1])
-    return found
+            sizes[f"{name}_mosaic_gpu_kernel"] = int(match[1])
+    return sizes
 
 
 def shared_in(thunks: str) -> dict[str, int]:
@@ -49,10 +49,10 @@ def outside_in(thunks: str) -> list[str]:
 def _outside(thunks: str) -> Iterator[str]:
     inside: int | None = None  # the indent of the current buffer
     for line in thunks.splitlines():
-        found = _LINE.match(line)
-        if found is None:
+        match = _LINE.match(line)
+        if match is None:
             continue
-        indent, kind, name = len(found[1]), found[2], found[3].split(" grid:")[0].strip()
+        indent, kind, name = len(match[1]), match[2], match[3].split(" grid:")[0].strip()
         if inside is not None and indent > inside:
             continue
         inside = indent if kind == _BUFFER else None

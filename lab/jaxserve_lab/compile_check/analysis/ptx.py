@@ -41,7 +41,7 @@ class KernelUse:
 def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
     """Assembles every kernel in `folder`, the dump of one compilation, with `ptxas`, and reads
     each kernel's use. AssemblerError if one is refused."""
-    found: dict[str, KernelUse] = {}
+    uses: dict[str, KernelUse] = {}
     shared = shared_memory(folder)
     for path in sorted(folder.glob("*.ptx")):
         source = path.read_text(encoding="utf-8")
@@ -56,8 +56,8 @@ def kernel_uses(folder: Path, ptxas: Path) -> list[KernelUse]:
         )
         if ran.returncode:
             raise AssemblerError(f"ptxas: {ran.stderr.strip().splitlines()[-1]}")
-        found.update((use.name, use) for use in parse(ran.stderr))
-    return [replace(use, shared=shared.get(use.name, 0)) for use in found.values()]
+        uses.update((use.name, use) for use in parse(ran.stderr))
+    return [replace(use, shared=shared.get(use.name, 0)) for use in uses.values()]
 
 
 def parse(log: str) -> list[KernelUse]:

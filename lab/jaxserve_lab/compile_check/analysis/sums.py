@@ -27,12 +27,12 @@ _ATOMIC = re.compile(r"^\s*(?:@\S+\s+)?((?:atom|red)\.\S*\.b?f(?:16|32|64)\S*)",
 def sums_of(module: hlo.Module) -> dict[str, int]:
     """Counts sums of floats by kind, such as "f32 reduce 4096" or "bf16 dot 768", and our kernels,
     as "kernel NAME"."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for operations in module.computations.values():
         shapes = {op.name: op.arrays for op in operations}
         for op in operations:
-            found.update(_of(op, shapes, module))
-    return dict(sorted(found.items()))
+            counts.update(_of(op, shapes, module))
+    return dict(sorted(counts.items()))
 
 
 def _of(
@@ -62,26 +62,26 @@ def _sizes(dims: tuple[int, ...], axes: str) -> str:
 def _kernel(op: hlo.Operation) -> str | None:
     if '"tpu_custom_call"' in op.rest:
         return re.sub(r"\.\d+$", "", op.name.removeprefix("%").removesuffix(".clone"))
-    found = _PALLAS.search(op.rest)
-    return found[1] if found else None
+    match = _PALLAS.search(op.rest)
+    return match[1] if match else None
 
 
 def float_atomics(folder: Path) -> list[str]:
     """Atomic additions of floats in a dump's kernels, whose order depends on timing."""
     return [
-        found
+        instruction
         for path in sorted(folder.glob("*.ptx"))
-        for found in _ATOMIC.findall(path.read_text(encoding="utf-8"))
+        for instruction in _ATOMIC.findall(path.read_text(encoding="utf-8"))
     ]
 
 
 def unordered(sums: Iterable[str], atomics: Iterable[str]) -> Iterator[str]:
     """Why the order of a deterministic step's sums may vary, one line each. sums: from `sums_of`.
     atomics: from `float_atomics`."""
-    for one in sums:
-        if one.startswith("kernel ") and one.removeprefix("kernel ") not in ONE_ORDER:
-            yield f"{one} adds up in an order that depends on other rows"
-        if " scatter" in one:
-            yield f"a scatter adds up {one.split()[0]} in any order"
-    for one in sorted(set(atomics)):
-        yield f"{one} adds up in an order that depends on timing"
+    for kind in sums:
+        if kind.startswith("kernel ") and kind.removeprefix("kernel ") not in ONE_ORDER:
+            yield f"{kind} adds up in an order that depends on other rows"
+        if " scatter" in kind:
+            yield f"a scatter adds up {kind.split()[0]} in any order"
+    for kind in sorted(set(atomics)):
+        yield f"{kind} adds up in an order that depends on timing"

@@ -85,22 +85,22 @@ class _Count:
             if op.opcode == "parameter":
                 origins[op.name] = {op.name}
             elif op.opcode in _SAME:
-                origins[op.name] = {o for one in inputs for o in origins.get(one.name, ())}
+                origins[op.name] = {o for source in inputs for o in origins.get(source.name, ())}
             if op.opcode in ("while", "call", "conditional"):
                 runs = [self._alone(called, times * op.trips) for called in op.called]
                 taken = [max(runs)] if op.opcode == "conditional" else runs
                 self.moved += sum(moved for moved, _ in taken)
                 kernels += sum(number for _, number in taken)
-                for one in inputs:
-                    self._note(origins.get(one.name, set()), self.size(one.arrays))
+                for source in inputs:
+                    self._note(origins.get(source.name, set()), self.size(source.arrays))
             elif op.opcode not in _NOTHING and not op.opcode.endswith("-done"):
                 written = self._writes(op)
                 kernels += times if self._runs(op) else 0
                 self.moved += times * written
-                for place, one in enumerate(inputs):
-                    size = self._reads(op, place, one)
+                for place, source in enumerate(inputs):
+                    size = self._reads(op, place, source)
                     self.moved += times * size
-                    self._note(origins.get(one.name, set()), size)
+                    self._note(origins.get(source.name, set()), size)
         return kernels
 
     def _alone(self, name: str, times: int) -> tuple[int, int]:
@@ -122,8 +122,8 @@ class _Count:
         place: (that operand's number, the new slice); None for any other."""
         if op.opcode != "fusion":
             return None
-        inside = {one.name: one for one in self._module.computations[op.called[0]]}
-        root = next(one for one in inside.values() if one.is_root)
+        inside = {inner.name: inner for inner in self._module.computations[op.called[0]]}
+        root = next(inner for inner in inside.values() if inner.is_root)
         while root.opcode == "bitcast":
             root = inside[root.operands[0]]
         if root.opcode != "dynamic-update-slice":

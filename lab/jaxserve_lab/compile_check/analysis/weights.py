@@ -83,10 +83,16 @@ def _found(
     module: Module, is_weight: Callable[[Operation], bool], most: int, moving: set[str]
 ) -> list[Move]:
     entry = module.computations[module.entry]
-    given = {op.number: is_weight(op) for op in entry if op.opcode == "parameter"}
-    found: list[Move] = []
-    _run(module, module.entry, [given.get(n, False) for n in range(len(given))], found, moving)
-    return [move for move in dict.fromkeys(found) if move.size > most]
+    parameters = {op.number: is_weight(op) for op in entry if op.opcode == "parameter"}
+    result: list[Move] = []
+    _run(
+        module,
+        module.entry,
+        [parameters.get(n, False) for n in range(len(parameters))],
+        result,
+        moving,
+    )
+    return [move for move in dict.fromkeys(result) if move.size > most]
 
 
 def is_parameter_of_model(op: Operation) -> bool:
@@ -130,9 +136,9 @@ def _result(
         return _run(module, op.called[0], inputs, found, moving)
     if op.opcode in ("call", "conditional"):
         # A conditional's first operand is the choice, the others belong to the branches.
-        own = [[one] for one in inputs[1:]] if op.opcode == "conditional" else [inputs]
+        own = [[value] for value in inputs[1:]] if op.opcode == "conditional" else [inputs]
         results = [_run(module, *pair, found, moving) for pair in zip(op.called, own, strict=False)]
-        return next((one for one in results if _any(one)), False)
+        return next((value for value in results if _any(value)), False)
     if op.opcode == "fusion" or (op.opcode == "async-start" and op.called):
         moved = _run(module, op.called[0], inputs, None, moving)
     elif op.opcode in moving:
@@ -152,8 +158,8 @@ def _written(op: Operation, moved: Has) -> int:
     """Bytes of weights that it writes to memory."""
     written = op.written
     if isinstance(moved, tuple) and len(moved) == len(written):
-        return sum(_bytes(one) for one, has in zip(written, moved, strict=True) if _any(has))
-    return sum(_bytes(one) for one in written) if _any(moved) else 0
+        return sum(_bytes(array) for array, has in zip(written, moved, strict=True) if _any(has))
+    return sum(_bytes(array) for array in written) if _any(moved) else 0
 
 
 def _bytes(arrays: Sequence[Array]) -> int:
