@@ -1,9 +1,9 @@
 """The registry of scheduling policies.
 
-A policy is a class in a file of its own in `sched/policies/`, decorated with `register`; nothing
-else has to change for the engine, the simulator, the commands and the tests to know it. One that
-lives elsewhere is named `path/to/file.py:name`, or `path/to/file.py` where the file has no other,
-and a notebook's cell may use `register` too.
+A policy is a class in a file of its own in `sched/policies/`, decorated with `register`; the
+engine, the simulator, the commands and the tests then know it. A policy elsewhere is named
+`path/to/file.py:name`, or `path/to/file.py` if the file has no other, and a notebook's cell may use
+`register` too.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class PolicyEntry:
     """A registered scheduling policy.
 
     Attributes:
-        name: What `--policy` takes.
+        name: Value of `--policy`.
         make: Makes a new policy with its default parameters.
         summary: One line for listings.
         source: The paper and section that the policy comes from.
-        ablation: Whether it is another policy without one of its parts, of which a comparison of
-            policies has enough with the whole.
+        ablation: Whether it is another policy without one of its parts, so that comparisons of
+            policies may leave it out.
     """
 
     name: str
@@ -47,7 +47,7 @@ class PolicyEntry:
 
     @property
     def deployable(self) -> bool:
-        """Whether the live server takes it."""
+        """Whether the live server accepts it."""
         return not self.make().hypothetical
 
 
@@ -84,7 +84,7 @@ def register(
     Running the same definition again, as notebook cells do, replaces the earlier one.
 
     Args:
-        name, summary, source, ablation: As in `PolicyEntry`.
+        name, summary, source, ablation: See `PolicyEntry`.
 
     Raises:
         ValueError: The name is taken, empty, or contains `+`, `:`, `,` or `=`.
@@ -121,14 +121,14 @@ def policies() -> dict[str, PolicyEntry]:
 
 @functools.cache
 def _import_built_in() -> None:
-    """Once, as to look into the folders takes longer than to make a policy."""
+    """Imports them once, since searching the folders takes longer than making a policy."""
     package = importlib.import_module("jaxserve.sched.policies")
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         importlib.import_module(module.name)
 
 
 def variants() -> dict[str, Variant]:
-    """Every suffix that a policy's name may end in."""
+    """Every suffix that a policy's name may have."""
     policies()
     return dict(sorted(_VARIANTS.items()))
 
@@ -140,7 +140,7 @@ class PolicyName:
     Attributes:
         path: The policy's file; "" for a registered policy.
         base: The name without suffixes; "" for the only policy of the file.
-        suffixes: Of variants, in order.
+        suffixes: Suffixes of variants, in order.
         params: Parameter values as text, by name.
     """
 
@@ -151,13 +151,13 @@ class PolicyName:
 
     @classmethod
     def parse(cls, name: str, what: str = "policy") -> PolicyName:
-        """Splits a name. ValueError for parameters that are not `NAME=VALUE`, or come twice. what:
+        """Splits a name. ValueError for parameters that are not `NAME=VALUE`, or occur twice. what:
         for messages."""
         file = _FILE.match(name)
         path = file[0] if file else ""
         rest = name.removeprefix(path)
         if path and "=" not in rest.partition(":")[2].partition(":")[0]:
-            rest = rest.removeprefix(":")  # else what follows is a parameter, and no name
+            rest = rest.removeprefix(":")  # otherwise a parameter follows, not a name
         whole, *texts = rest.split(":")
         base, *suffixes = whole.split("+")
         params: dict[str, str] = {}
@@ -178,13 +178,13 @@ def make_policy(name: str, **params: Any) -> Policy:
     may follow: `aptserve:slo_decay=0.4:watermark=0.02`.
 
     Args:
-        name: As above.
+        name: The name, with or without parameters.
         **params: More parameters: fields of the policy's dataclass.
 
     Raises:
         ValueError: The name, a parameter or the file is wrong; the message says how.
     """
-    policies()  # the built-in names are taken before a file runs
+    policies()  # so that a file cannot take built-in names
     said = PolicyName.parse(name)
     twice = sorted(said.params.keys() & params.keys())
     if twice:
@@ -199,7 +199,7 @@ def make_policy(name: str, **params: Any) -> Policy:
         raise ValueError(f"policy {base!r}: {what}")
     for suffix in said.suffixes:
         before, policy = policy, _known("policy variant", suffix, _VARIANTS).of(policy)
-        if before.speculates:  # no field, so it would be lost
+        if before.speculates:  # not a field, so it would be lost
             object.__setattr__(policy, "speculates", True)
     shown = "+".join([base, *said.suffixes])
     return with_parameters(shown, policy, {**said.params, **params})
@@ -209,7 +209,7 @@ RETENTIONS: dict[str, Callable[[], Retention]] = {LRU: Retention, "worth": Worth
 
 
 def make_retention(name: str) -> Retention:
-    """Makes what says which cached pages go first, from its name and parameters: `lru`, or
+    """Makes the retention policy of cached pages from its name and parameters: `lru`, or
     `worth:best_effort=0.1`. ValueError says what is wrong."""
     base = name.partition(":")[0]
     said = PolicyName.parse(name, "retention").params
@@ -217,7 +217,8 @@ def make_retention(name: str) -> Retention:
 
 
 def _made(entry: PolicyEntry) -> object:
-    """What the entry makes. It may be anybody's code: ValueError says what it raises."""
+    """The policy of the entry. Since its code may be anybody's, its exceptions become
+    ValueErrors."""
     try:
         return entry.make()
     except Exception as error:
@@ -237,12 +238,12 @@ def is_built_in(name: str) -> bool:
 
 
 def deployable() -> list[str]:
-    """Names of the built-in policies that the live server takes."""
+    """Names of the built-in policies that the live server accepts."""
     return [name for name, one in policies().items() if one.deployable and is_built_in(name)]
 
 
 def full_name(name: str, params: Mapping[str, Any]) -> str:
-    """The name with more parameters, as text that `make_policy` takes."""
+    """The name with more parameters, as text for `make_policy`."""
     return "".join([name, *(f":{key}={text_of(value)}" for key, value in params.items())])
 
 
@@ -262,7 +263,7 @@ def _origin(make: Callable[..., Policy]) -> tuple[str | None, str | None]:
 
 
 def _load(path: str) -> list[str]:
-    """Runs a policy's file, so that it registers what it has; the names."""
+    """Runs a policy's file, which registers its policies. Returns their names."""
     before = dict(_REGISTRY)
     full = Path(path).expanduser().resolve()
     if not full.is_file():
@@ -271,7 +272,7 @@ def _load(path: str) -> list[str]:
     spec = importlib.util.spec_from_file_location(module_name, full)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their module up
+    sys.modules[module_name] = module  # dataclasses look up their module here
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -280,7 +281,7 @@ def _load(path: str) -> list[str]:
 
 
 def _only(names: list[str], path: str) -> str:
-    """The one policy of a file; ValueError where it has none, or several."""
+    """The only policy of a file; ValueError if it has none, or several."""
     if not names:
         raise ValueError(f"policy file {path}: registers no policy")
     if len(names) > 1:

@@ -1,6 +1,6 @@
-"""What a request is: prompt, sampling parameters, service-level objectives, tier.
+"""Requests: prompt, sampling parameters, service-level objectives, tier.
 
-Everything here is immutable. What changes while a request is served lives in
+Everything here is immutable. The changing state of served requests is in
 `jaxserve.sched.state.request_table.RequestTable`. This module never imports jax.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-NO_CLASS = "default"  # the SLO class of requests that name none
+NO_CLASS = "default"  # the SLO class of requests without one
 MAX_TBT, LEAST_MAX_TBT = 10.0, 2.0
 """The longest time between two tokens, unless a request says otherwise: so many times its TBT, and
 at least so many seconds. By the 99th percentile alone a stream may stand still once for as long as
@@ -31,7 +31,7 @@ MAX_GRAMMAR = 65_536  # characters
 MAX_SCORED_TOKENS = 16
 MAX_CHOICES = 1024
 LEAST_VALUE, MOST_VALUE = 1e-3, 1e3
-_MOST = sys.float_info.max  # an integer may be larger, and no float can be made of it then
+_MOST = sys.float_info.max  # an integer may be larger, but could not become a float
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it; with much less there is no float32 for the result."""
 
@@ -44,12 +44,12 @@ class InvalidRequest(ValueError):
         self.field_name, self.problem = field_name, problem
 
     def renamed(self, field_name: str) -> Self:
-        """The same, of the field that the client knows."""
+        """The same error for the field's name in the client's API."""
         return type(self)(field_name, self.problem)
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """A prompt, or what may follow it, that does not fit the model's context or the block pool.
+    """A prompt, with its possible output, that does not fit the model's context or the block pool.
     Agents shorten their conversation and try again."""
 
 
@@ -62,11 +62,11 @@ class Tier(enum.IntEnum):
 
 
 class Rule(enum.Enum):
-    """Which of its own targets a request must be within to attain its SLO.
+    """Which of its own targets a request must meet to attain its SLO.
 
     Both: TTFT, the 99th percentile of its TBTs (Apt-Serve section 1), and JCT (AccelGen section 2).
-    A server's verdict (`sched/slo/verdict.py`) has the longest of its TBTs within `max_tbt`, too,
-    so that no stream stands still.
+        A server's verdict (`sched/slo/verdict.py`) also requires the longest of its TBTs to be
+        within `max_tbt`, so that no stream stalls.
     """
 
     SERVER = "by a server's verdict: the longest time between two tokens counts"
@@ -100,15 +100,15 @@ class SLO:
                 raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
 
     def with_max_tbt(self) -> SLO:
-        """The same with the `max_tbt` that counts, where it has a default."""
+        """The targets with the default of `max_tbt` filled in, if there is one."""
         if self.tbt is None or self.max_tbt is not None:
             return self
-        most = _MOST / 1000  # frontends tell it in milliseconds
+        most = _MOST / 1000  # frontends report it in milliseconds
         return replace(self, max_tbt=min(max(MAX_TBT * self.tbt, LEAST_MAX_TBT), most))
 
 
 class GrammarKind(enum.StrEnum):
-    """What the text of a `Grammar` is; the value is the name of the request field that holds it."""
+    """Kind of a `Grammar`'s text; the value is the name of the request field that holds it."""
 
     JSON_OBJECT = enum.auto()
     JSON_SCHEMA = enum.auto()
@@ -122,11 +122,11 @@ class Grammar:
     """A constraint on the generated text.
 
     Attributes:
-        kind: What `text` is.
+        kind: Kind of `text`.
         text: A JSON Schema; a regular expression that matches the whole output; a JSON array of
-            strings to choose from; "" for any JSON object; or a JSON object with `lark`, a grammar
-            in llguidance's dialect of Lark, and `schemas`, JSON Schemas by the names by which it
-            refers to them. Only the server makes those.
+        strings to choose from; "" for any JSON object; or a JSON object with `lark`, a grammar in
+        llguidance's dialect of Lark, and `schemas`, the JSON Schemas that it refers to, by name.
+        Only the server makes the last kind.
 
     Raises:
         InvalidRequest: The text is empty or too long.
@@ -169,7 +169,7 @@ class Grammar:
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Grammar:
-        """One of the strings. InvalidRequest if there are none or too many, or one is empty."""
+        """One of the strings. InvalidRequest if there are none or too many, or any is empty."""
         name = f"grammar.{GrammarKind.CHOICE}"
         at_most_entries(name, len(choices), MAX_CHOICES)
         if not choices or not all(choices):
@@ -178,20 +178,20 @@ class Grammar:
 
     @classmethod
     def lark(cls, rules: str, schemas: Mapping[str, Mapping[str, Any]]) -> Grammar:
-        """Text by the rules, in which @NAME is JSON that is valid for the schema of that name.
-        InvalidRequest if both together are too long."""
+        """Text that follows the rules, in which @NAME stands for JSON valid for the schema of that
+        name. InvalidRequest if both together are too long."""
         return cls(GrammarKind.LARK, json.dumps({"lark": rules, "schemas": schemas}))
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """What the model thinks before it answers: its text begins with it. Only the server makes one.
+    """The thought before a model's answer: its text begins with it. Only the server makes these.
 
     Attributes:
-        ends: Texts with which the thought ends.
-        begins: Texts with which it begins; without any, it has begun with the prompt.
-        close: Tokens that are written behind it once the budget is spent, which end it.
-        budget: The most tokens of it; None for any number.
+        ends: Texts that end the thought.
+        begins: Texts that begin it; if empty, it has begun with the prompt.
+        close: Tokens that are appended to end the thought once the budget is spent.
+        budget: Most tokens of the thought; None for no limit.
 
     Raises:
         InvalidRequest: The budget is negative.
@@ -212,8 +212,8 @@ class SamplingParams:
     """How output tokens are sampled, and when the output ends. The default is greedy, 128 tokens.
 
     Attributes:
-        max_tokens: The most tokens to generate.
-        min_tokens: No end-of-sequence or stop token is sampled before that many tokens.
+        max_tokens: Most tokens to generate.
+        min_tokens: No end-of-sequence or stop token is sampled before this many tokens.
         temperature: 0 is greedy.
         top_k: Sample among the k most likely tokens; 0 is off.
         top_p: Nucleus sampling; 1 is off, 0 leaves the most likely token.
@@ -224,20 +224,21 @@ class SamplingParams:
         presence_penalty: Subtracted once from the logits of generated tokens.
         frequency_penalty: Subtracted per occurrence from the logits of generated tokens.
         logit_bias: (token id, bias) pairs, added to the logits.
-        logprobs: How many alternatives to report beside each sampled token's logprob; None for no
+        logprobs: Number of alternatives to report beside each sampled token's logprob; None for no
             logprobs.
         prompt_logprobs: The same for each prompt token from the second on.
-        stop_token_ids: End the output and are not part of it, like the end-of-sequence token.
+        stop_token_ids: Tokens that end the output and are not part of it, like the end-of-sequence
+            token.
         stop: Strings that end the text before they appear.
-        ignore_eos: Whether to go on after an end-of-sequence token.
-        n: How many continuations. Continuation i of a seeded request uses seed + i.
+        ignore_eos: Whether to continue after an end-of-sequence token.
+        n: Number of continuations. Continuation i of a seeded request uses seed + i.
         grammar: A constraint on the output. Only tokens that it allows are sampled, and the output
-            ends where nothing can follow.
-        shown_token_ids: Special tokens that are part of the text, by their names; others add none.
-        thinking: What the model thinks before it answers, where that is limited or `grammar` is the
-            answer's alone.
-        deterministic: Whether tokens and log-probabilities are to have the same bits whatever else
-            is served, also where that takes longer (docs/exactness.md).
+        ends where nothing can follow.
+        shown_token_ids: Special tokens whose names are part of the text; others add none.
+        thinking: The thought before the answer, if that is limited or `grammar` applies only to the
+        answer.
+        deterministic: Whether tokens and log-probabilities must have the same bits whatever else is
+        served, even if that takes longer (docs/exactness.md).
 
     Raises:
         InvalidRequest: A value is out of range; it names the field.
@@ -312,7 +313,7 @@ class SamplingParams:
 
 
 class PoolingType(enum.StrEnum):
-    """What one vector is made of."""
+    """Which hidden states make a vector."""
 
     LAST = enum.auto()
     MEAN = enum.auto()
@@ -321,14 +322,14 @@ class PoolingType(enum.StrEnum):
 
 @dataclass(frozen=True)
 class PoolingParams:
-    """What is to become of a prompt that nothing is generated for.
+    """The result wanted for a prompt, if nothing is to be generated.
 
     Attributes:
-        pooling: Which hidden states, behind the model's last norm, make the vector: the last
-            token's, the mean of all, or the first token's.
-        normalize: Whether its length is to be 1.
-        dimensions: How many of its first numbers; None for all. They are cut before normalising.
-        scored_token_ids: Instead of a vector: the logits, behind the prompt, of these tokens.
+        pooling: Which hidden states, after the model's last norm, make the vector: the last
+        token's, the mean of all, or the first token's.
+        normalize: Whether to scale its length to 1.
+        dimensions: Number of leading numbers to keep, cut before normalising; None for all.
+        scored_token_ids: In place of a vector: the logits of these tokens after the prompt.
 
     Raises:
         InvalidRequest: A value is out of range; it names the field.
@@ -347,7 +348,7 @@ class PoolingParams:
     def with_own(
         self, pooling: str | None, normalize: bool | None, dimensions: int | None
     ) -> PoolingParams:
-        """The same but for what is given. Raises InvalidRequest."""
+        """The parameters with these values replaced; None keeps one. Raises InvalidRequest."""
         if pooling is not None and pooling not in list(PoolingType):
             known = ", ".join(PoolingType)
             raise InvalidRequest("pooling", f"{pooling!r:.80} is not known (known: {known})")
@@ -359,14 +360,14 @@ class PoolingParams:
 
     @property
     def needs_all(self) -> bool:
-        """Whether hidden states before the last token's are needed, so that all of the prompt has
-        to be computed."""
+        """Whether hidden states before the last token's are needed, so that the whole prompt has to
+        be computed."""
         return not self.scored_token_ids and self.pooling is not PoolingType.LAST
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to continue, or to make a vector of.
+    """A prompt to continue, or to make a vector of.
 
     Attributes:
         id: Names the request in results, cancellations and logs.
@@ -380,23 +381,23 @@ class Request:
         serve_late: Whether to admit it even if its first token is expected late
             (`sched/slo/slo_admission.py`).
         tenant: Tenants share a full engine by weight (`sched/fairness/fair_share.py`).
-        weight: The tenant's weight from now on; None keeps the current one, at first 1.
-        cache_salt: Who gives the same one may find what the request computes, if it is the same
-            tenant.
-        block_keys: Keys of the full blocks of its prompt, in order, by which others find what it
-            computes, and it what others have: 16 bytes that stand for all tokens up to the end of
-            the block, and for who may see them. None where nothing is to be found.
-        value: What it is worth to the operator that its targets are met, beside other requests. No
-            client says that of itself: it is its class's.
-        adapter: Name of the adapter (LoRA) that computes it; empty for the model as it is.
-        prediction: Token ids of what the output is likely to be, drafts of which are checked where
-            the policy speculates. It changes no text.
-        pooling: What is wanted in place of an output; None for an output. `sampling` is then
+        weight: The tenant's weight from now on; None keeps the current one, initially 1.
+        cache_salt: Only requests of the same tenant with the same salt may reuse its cached
+            prefixes.
+        block_keys: Keys of the full blocks of its prompt, in order, with which requests find each
+            other's cached prefixes: 16 bytes that stand for all tokens up to the end of the block,
+            and for the requests that may share them. None without reuse.
+        value: The operator's value of meeting its targets, relative to other requests. Clients
+            cannot set it: it belongs to the class.
+        adapter: Name of the adapter (LoRA) to use; empty for the base model.
+        prediction: Token ids of the likely output; drafts from it are checked if the policy
+            speculates. It does not change the text.
+        pooling: The result wanted in place of an output; None for an output. `sampling` is then
             NOTHING_SAMPLED.
 
     Raises:
         InvalidRequest: The prompt is empty, the value is not between LEAST_VALUE and MOST_VALUE, or
-            something is to be sampled beside `pooling`.
+            sampling is requested beside `pooling`.
     """
 
     id: str
@@ -431,10 +432,10 @@ def validate(
 
     Args:
         request: The request.
-        max_model_len: The most prompt and output tokens.
+        max_model_len: Most prompt and output tokens.
         vocab_size: Token ids are below it.
-        pool_tokens: Tokens that the whole block pool holds.
-        d_model: Numbers of a pooled vector.
+        pool_tokens: Tokens that fit in the whole block pool.
+        d_model: Size of a pooled vector.
 
     Raises:
         InvalidRequest: A field exceeds a limit; the error names both.

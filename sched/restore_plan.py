@@ -1,5 +1,5 @@
-"""Blocks that two requests fill, a real-time one from the left and a best-effort one from the
-right: what the one would write over, and what it takes to bring it back (BROS section 5)."""
+"""Blocks that a real-time request fills from the left and a best-effort one from the right: what
+the first would overwrite, and how that is restored (BROS section 5)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxserve.sched.policy import View
 
 
 def left_filled(view: View) -> np.ndarray:
-    """Tokens that each block which has been out holds from the left, int64 [blocks]; 0 where
-    nobody fills the other end. A plan raises it for the blocks that its rows go on filling."""
+    """Tokens that each block used so far holds from the left, int64 [blocks]; 0 if no row fills the
+    other end. A plan raises it for the blocks that its rows continue to fill."""
     filled = np.zeros(len(view.pool.refs), np.int64)
     both = view.pool.both_ends()
     filled[both] = view.pool.filled(both, LEFT, view.table.computed)
@@ -24,12 +24,12 @@ def left_filled(view: View) -> np.ndarray:
 def overwritten_ranges(
     view: View, ids: np.ndarray, filled: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What rows that fill these blocks from the right would lose to the left side.
+    """The tokens that rows which fill these blocks from the right would lose to the left side.
 
     Args:
         view: What the policy sees.
         ids: int [m], blocks.
-        filled: int64 [m], tokens that each block is to have from the left.
+        filled: int64 [m], tokens that each block will have from the left.
 
     Returns:
         rows, first, end, int64 [k] each, as in `Checkpoint`: one range for each block of a row, for
@@ -50,14 +50,14 @@ def overwritten_ranges(
 
 @dataclass(frozen=True)
 class RestorePlan:
-    """What makes a row's cache whole again.
+    """The operations that complete a row's cache again.
 
     Attributes:
-        copy: int64 [k], numbers of its blocks that are copied elsewhere first.
+        copy: int64 [k], indices of its blocks that are copied elsewhere first.
         first: int64 [m], first tokens of the checkpoints to restore, in order.
-        computed: Tokens that it has cached then.
-        blocks: Free blocks that this takes, before those that are copied are given back.
-        copied, loaded: Slots.
+        computed: Tokens that it has cached afterwards.
+        blocks: Free blocks that this takes, before the copied ones are given back.
+        copied, loaded: Numbers of slots.
     """
 
     copy: np.ndarray
@@ -69,9 +69,9 @@ class RestorePlan:
 
 
 def plan_restore(view: View, row: int, left: np.ndarray) -> RestorePlan:
-    """For a row that fills blocks from the right, and has tokens on the host. Where a block's slots
-    are free again, what is missing comes back there; elsewhere the row takes what it still has of
-    the block along to another one. left: as `left_filled`, what is planned included."""
+    """The plan for a row that fills blocks from the right, and has tokens on the host. If a block's
+    slots are free again, missing tokens come back there; otherwise the row moves its remaining
+    tokens of the block to another one. left: see `left_filled`, including planned tokens."""
     pool, size, computed = view.pool, view.pool.block_size, int(view.table.computed[row])
     waits, kind = not pool.held[row], int(pool.kind[row])
     until, touched = computed, set[int]()
@@ -79,7 +79,7 @@ def plan_restore(view: View, row: int, left: np.ndarray) -> RestorePlan:
     for segment in segments:
         if waits:
             kind = int(segment.kind)
-        until = max(until, segment.end)  # without a gap: `Preempt` has left no others
+        until = max(until, segment.end)  # without a gap, since `Preempt` has left no others
         end = min(blocks_a_plane(segment.end, size), int(pool.held[row]))
         touched.update(range(segment.first // size, end))
     copy = np.array([i for i in sorted(touched) if _taken(view, row, i, until, left)], np.int64)
@@ -97,7 +97,7 @@ def plan_restore(view: View, row: int, left: np.ndarray) -> RestorePlan:
 
 
 def _taken(view: View, row: int, index: int, until: int, left: np.ndarray) -> bool:
-    """Whether the other owner is in the way of the row's block number `index`, once the row has
+    """Whether the other owner's tokens are in the way in the row's block `index`, once the row has
     `until` tokens cached and none missing."""
     pool = view.pool
     full = min(until - index * pool.block_size, pool.block_size)

@@ -1,4 +1,4 @@
-"""Arrays with one entry for each row of the request table, or of anything else that grows."""
+"""Arrays with one entry per row of the request table, or of anything else that grows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def grow_columns(owner: Any, rows: int, **columns: Any) -> None:
     """Makes the owner's attributes of these names at least `rows` long.
 
     Args:
-        owner: Whatever has the arrays.
-        rows: How many entries each must have.
+        owner: The object with the arrays.
+        rows: Number of entries that each needs.
         columns: The name of each array, and the value of its new entries.
     """
     for name, value in columns.items():

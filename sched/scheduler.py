@@ -1,8 +1,8 @@
-"""The one owner of the request table and the block accounting, for the engine and the simulator.
+"""Owns the request table and the block accounting, for the engine and the simulator.
 
 `schedule` asks the policy for a plan, checks it, and books it: from then on the planned tokens
 count as computed and the tokens that the step will sample as generated, although the device may
-still be at work. What arrives late is told with `receive`, what ends early with `finish`.
+still be at work. `receive` reports tokens that have come, `finish` requests that have ended.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ _NOBODY = np.zeros(0, np.int64)
 
 
 def request_bytes(max_model_len: int, block_size: int) -> int:
-    """Memory that a scheduler takes for each request of its capacity, whether it is there or not:
-    a row of the table, and one of the pool's with the ids of all the blocks it may get to hold."""
+    """Memory of a scheduler for each request of its capacity, present or not: a row of the table,
+    and one of the pool's with the ids of all blocks that it may hold."""
     width = blocks_a_plane(max_model_len, block_size)
     columns = [*vars(RequestTable(1)).values(), *vars(BlockPool(0, block_size, 1, width)).values()]
     return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
 
 class Scheduler:
-    """The request table and the pool, with a policy. Rows of the table name the requests. It is not
-    thread-safe: one thread plans.
+    """The request table and the pool, with a policy. Requests are named by their rows of the table.
+    Not thread-safe: one thread plans.
 
     Args:
-        policy: What decides.
+        policy: Decides what to compute.
         limits: C, P and rows.
-        num_blocks, block_size: Of the pool.
+        num_blocks, block_size: Size of the pool.
         max_model_len: Tokens of the longest request.
-        capacity: Requests at a time.
-        cost_model, padding, seed, rho, projects: What the policy sees of them, see `View`.
-        host_slots: Capacity of the host memory, for checkpoints and for blocks that are to be found
-            again; the latter not where tiers fill blocks from both sides.
-        prefix_caching: Whether full blocks are found again by requests with the same tokens
-            (`sched/cache/prefix_cache.py`).
-        retention: Which of them stay; None for `lru`.
+        capacity: Most requests at a time.
+        cost_model, padding, seed, rho, projects: For the policy, see `View`.
+        host_slots: Capacity of host memory, for checkpoints and for evicted pages; no pages if
+        tiers fill blocks from both sides.
+        prefix_caching: Whether requests reuse full blocks with the same tokens
+        (`sched/cache/prefix_cache.py`).
+        retention: Which of these are kept; None for `lru`.
         checked: Whether every plan is checked before it is booked.
     """
 
@@ -127,8 +127,8 @@ class Scheduler:
         self._patience, self._trials, self._trial = Patience(), Trials(), False
         self._draft_prices = DraftPrices()
         self._progress = Progress(capacity)
-        self._known_twice: list[tuple[int, int, int]] = []  # row, seq and number of its block
-        self._firsts: dict[int, tuple[int, int]] = {}  # of rows that wait for one: row and seq
+        self._known_twice: list[tuple[int, int, int]] = []  # row, seq and index of the block
+        self._firsts: dict[int, tuple[int, int]] = {}  # by waiting row: row and seq
         self._batch_order = 0
 
     def _make_table(self, capacity: int) -> RequestTable:
@@ -146,8 +146,8 @@ class Scheduler:
         return PrefixCache(rows, retention, host, hidden=hidden)
 
     def _least_depth(self) -> float:
-        """How many blocks have to come before one for copying it to host memory and back to take no
-        longer than computing it."""
+        """Number of blocks before one from which copying it to host memory and back takes no longer
+        than computing it."""
         first, second = self._page_seconds(np.arange(2)).tolist()
         lacking = float(self.view.swap_time(np.array([self.pool.block_size]))[0]) - first
         if lacking <= 0:
@@ -167,12 +167,12 @@ class Scheduler:
 
         Args:
             request: The request.
-            output_len: Tokens that it will write, where that is known, as in simulations; None if
-                not. Only hypothetical policies see it.
-            number: Its place in the simulated workload, from 0.
+            output_len: Tokens that it will write, if that is known, as in simulations; None if not.
+            Only hypothetical policies see it.
+            number: Its index in the simulated workload, from 0.
             alone: Its latency on an idle engine, if the caller has it from `alone`.
-            first: Row of another continuation of the same prompt, which has just come. Where what
-                that computes is found, this one waits for it.
+            first: Row of another continuation of the same prompt, which has just come. If its
+            blocks can be reused, this request waits for it.
             adapter: Number of its adapter; 0 for none.
 
         Returns:
@@ -204,7 +204,7 @@ class Scheduler:
         return row
 
     def know(self, row: int, keys: Sequence[bytes]) -> None:
-        """The keys of the row's next full blocks are known, as its tokens have come."""
+        """Adds the keys of the row's next full blocks, after its tokens have come."""
         if self.cache is None or not self.cache.knows(row):
             return
         first = self.cache.num_keys(row)
@@ -214,16 +214,17 @@ class Scheduler:
             self._register(row, first, full, launched=True)
 
     def forget_all(self) -> None:
-        """Nobody finds anything of what has been computed so far: some of it may be wrong. Nor of
-        what those who run compute yet, whose blocks have begun."""
+        """Forgets all cached prefixes, since some of them may be wrong; also blocks that running
+        requests have begun."""
         if self.cache is not None:
             self.pool.forget_all()
             for row in self.table.in_state(RUNNING).tolist():
                 self.cache.remove(row)
 
     def _look_up(self, row: int) -> None:
-        """The row waits, without cache: what would it find? The last block is always computed, as
-        somebody has to say what comes next. What has a cache on the host comes back from there."""
+        """Looks up the cached prefix of a waiting row without a cache. The last block is always
+        computed, since the step has to sample the next token. A row with a cache on the host gets
+        it back from there."""
         if self.cache is None:
             return
         known = int(self.table.prompt_len[row] + self.table.generated[row])
@@ -231,11 +232,11 @@ class Scheduler:
         self.cache.watch_row(row, 0 if there else (known - 1) // self.pool.block_size)
 
     def _register(self, row: int, first: int, end: int, *, launched: bool) -> None:
-        """The row's blocks [first, end) are full. launched: whether the step that fills them has
-        been handed over. Until then it writes to where the row's table says."""
+        """Registers the row's full blocks [first, end). launched: whether the step that fills them
+        has been launched. Until then it writes to the blocks in the row's table."""
         for index in range(first, end):
             if not self.pool.register(row, index, swap=launched):
-                if not launched:  # those behind it go on with the other's, too
+                if not launched:  # the following blocks use the other block, too
                     seq = int(self.table.seq[row])
                     self._known_twice += [(row, seq, later) for later in range(index, end)]
                 break
@@ -249,20 +250,20 @@ class Scheduler:
                 self.pool.register(row, index, swap=True)
 
     def alone(self, request: Request, cached: int = 0) -> Alone:
-        """The request's latency on an idle engine, as predicted now, where so many tokens of its
+        """The request's latency on an idle engine, as predicted now, if this many tokens of its
         prompt are cached. Any thread may ask."""
         chunk = self.policy.prefill_limit(self.view.limits)
         return Alone.from_request(request, self.view.step_time, chunk, cached)
 
     def reachable(self, request: Request, alone: Alone) -> Alone:
-        """The request's latency on an idle engine, with what it finds now, if it has targets that
-        cannot be met without. alone: without. Any thread may ask."""
+        """The request's latency on an idle engine given its cached prefix, if it has targets that
+        cannot be met without. alone: latency without it. Any thread may ask."""
         if self.cache is None or not slo_problems(request, alone):
             return alone
         return self.alone(request, self.cached(request))
 
     def cached(self, request: Request) -> int:
-        """Tokens of its prompt that a request which comes now would find. Any thread may ask."""
+        """Tokens of its prompt that a request would find cached now. Any thread may ask."""
         keys = request.block_keys
         if self.cache is None or not keys:
             return 0
@@ -277,7 +278,7 @@ class Scheduler:
             now: Seconds.
             free_at: When the device is predicted to finish what has been launched
                 (`StepWatch.free_at`).
-            overrun: How many times its prediction a step may take (`StepWatch.overrun`).
+            overrun: Bound on the ratio of measured to predicted step time (`StepWatch.overrun`).
 
         Raises:
             InvalidPlan: The policy over-commits, or makes no progress (`sched/progress.py`);
@@ -286,8 +287,8 @@ class Scheduler:
         return self.book(self.plan(now, free_at, overrun))
 
     def plan(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> BatchPlan:
-        """The first half of `schedule`: the policy's next plan, checked. It changes nothing but
-        which waiting requests are held back, and which of two equal blocks are read."""
+        """The first half of `schedule`: the policy's next plan, checked. It changes only which
+        waiting requests are held back, and which of two equal blocks is read."""
         self._progress.check()
         if self.cache is not None:
             self.cache.retention.now = self.cache.tenants.now = now
@@ -311,15 +312,15 @@ class Scheduler:
         return drafting
 
     def _page_seconds(self, before: np.ndarray) -> np.ndarray:
-        """What computing a page after so many others takes, with a prompt that fills a batch."""
+        """Seconds to compute a page after `before` others, in a batch full of prompt tokens."""
         size, chunk = self.pool.block_size, self.policy.prefill_limit(self.view.limits)
         cached = before * size
         batch = BatchFeatures(chunk, chunk, 0, 0, chunk * (chunk + 2 * cached), 1, cached)
         return np.broadcast_to(self.view.step_time(batch) * size / chunk, before.shape)
 
     def _hold_siblings(self) -> np.ndarray:
-        """Continuations of a prompt wait until the first has computed it, or has ended. Returns the
-        rows that do, int64 [n]."""
+        """Holds back continuations of a prompt until the first has computed it, or has ended.
+        Returns the rows held back, int64 [n]."""
         table, cache = self.table, self.cache
         assert cache is not None
         apart: list[int] = []
@@ -331,14 +332,14 @@ class Scheduler:
                 apart.append(row)
                 continue
             del self._firsts[row]
-            if waits and len(self.shares) < 2:  # else it is its tenant's turn, or not
+            if waits and len(self.shares) < 2:  # otherwise the fair queue decides
                 table.move(np.array([row]), WAITING)
         rows = np.array(apart, np.int64)
         table.move(rows, HELD)
         return rows
 
     def _note_found(self, cache: PrefixCache) -> None:
-        """What a waiting request would find counts as computed."""
+        """Counts cached prefixes of waiting requests as computed."""
         for row in cache.take_changed():
             if self.table.state[row] in (WAITING, HELD):
                 self.table.computed[row] = int(cache.found[row]) * self.pool.block_size
@@ -346,7 +347,7 @@ class Scheduler:
 
     def book(self, plan: BatchPlan) -> Step:
         """The second half of `schedule`: from here on the plan counts as carried out. If it fails,
-        it may be booked in part, and all requests have to be finished."""
+        it may be partly booked, and all requests have to be finished."""
         moves: list[Move] = []
         try:
             return self._book(plan, moves)
@@ -357,16 +358,16 @@ class Scheduler:
             raise
 
     def _book(self, plan: BatchPlan, moves: list[Move]) -> Step:
-        """moves: gets those that the step has."""
+        """moves: receives the moves of the step."""
         table, rows, counts = self.table, plan.rows, plan.num_tokens
         if plan.drafts is not None:
-            counts = counts - plan.drafts  # booked once they have proved right, by `receive`
+            counts = counts - plan.drafts  # booked by `receive` once they are accepted
         arriving = [] if self.cache is None else self._pin(plan)
         self._operate(plan, moves)
         self._start(plan)
         if self.host.num_used:
             for row in rows[self.host.tokens[rows] > 0].tolist():
-                self.host.release(row)  # what it does not restore it computes again
+                self.host.release(row)  # whatever it does not restore is computed again
         self.pool.grow_all(rows, plan.reserve)
         if self.cache is not None and self.cache.host is not None:
             self._move_pages(self.cache, self.cache.host, arriving, moves)
@@ -377,7 +378,7 @@ class Scheduler:
         decodes = feeds_back & (counts == 1)
         generated = before + emits
         if len(self.shares) > 1:
-            new = end - np.clip(table.lost_from[rows], start, end)  # not once more
+            new = end - np.clip(table.lost_from[rows], start, end)  # without recomputed tokens
             if plan.drafts is not None:
                 new += plan.drafts
             self.shares.charge(table.tenant[rows], new + (DECODE_COST - 1.0) * emits)
@@ -410,8 +411,8 @@ class Scheduler:
         return step
 
     def _pin(self, plan: BatchPlan) -> list[tuple[int, int, list[int]]]:
-        """Those that start read what they find, before anything else takes its room. Returns what
-        they find in host memory: row, number of its first block there, keys of all."""
+        """Lets starting rows read their cached prefixes before anything else takes the blocks.
+        Returns prefixes in host memory: row, index of its first block there, keys of all."""
         cache, table, size = self.cache, self.table, self.pool.block_size
         assert cache is not None
         arriving: list[tuple[int, int, list[int]]] = []
@@ -444,8 +445,8 @@ class Scheduler:
         arriving: list[tuple[int, int, list[int]]],
         moves: list[Move],
     ) -> None:
-        """Adds the moves of pages to host memory, before all others, for these may overwrite them,
-        and from there. arriving: as `_pin` has it; those rows have blocks for them by now."""
+        """Adds the moves of pages to host memory, before all other moves, which may overwrite them,
+        and the moves back. arriving: from `_pin`; those rows have blocks for them by now."""
         pool, keys, blocks = self.pool, list[int](), list[np.ndarray]()
         for row, first, mine in arriving:
             end = first + len(mine)
@@ -468,21 +469,21 @@ class Scheduler:
             moves.append(Discard(tuple(late)))
 
     def _slots(self, ids: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-        """Slots of pages whose blocks these are: how many each has, and all of them."""
+        """Slots of the pages in these blocks: the number of each, and all of them."""
         size = self.pool.block_size
         slots = np.stack([np.repeat(ids, size), np.tile(np.arange(size), len(ids))], axis=1)
         return (2 * size,) * (len(ids) // 2), slots.astype(np.int32)
 
     def _register_all(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
-        """The blocks that these rows fill up to `end`. Later steps run after this one, so others
-        may read them from now on."""
+        """Registers the blocks that these rows fill up to `end`. Later steps run after this one, so
+        others may read them from now on."""
         size = self.pool.block_size
         for i in np.flatnonzero(end // size > start // size).tolist():
             blocks = int(start[i]) // size, int(end[i]) // size
             self._register(int(rows[i]), *blocks, launched=False)
 
     def _give_up(self, plan: BatchPlan) -> np.ndarray:
-        """Returns the rows that the plan gives up on now: they will miss their targets, and no
+        """Returns the rows that the plan newly gives up: they will miss their targets, and no
         earlier plan has said so."""
         if not (len(plan.missed) or len(plan.relegated)):
             return _NOBODY
@@ -493,14 +494,14 @@ class Scheduler:
         return new
 
     def _recomputed(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
-        """Tokens that had been in the cache already."""
+        """Number of tokens that had been in the cache before."""
         if not self.preemptions:
             return 0
         again = np.minimum(end, self.table.lost_from[rows]) - start
         return int(np.add.reduce(np.maximum(again, 0)))
 
     def _note_batch(self, rows: np.ndarray, counts: np.ndarray) -> None:
-        """The order in which they are in the batch, single tokens first."""
+        """Records the order of rows in the batch, single tokens first."""
         order, single = np.arange(self._batch_order, self._batch_order + len(rows)), counts == 1
         if np.count_nonzero(single) < len(rows):
             rows = np.concatenate([rows[single], rows[~single]])
@@ -509,8 +510,8 @@ class Scheduler:
 
     def release_finished(self, step: Step) -> np.ndarray:
         """Frees the blocks of the step's requests that have reached their limit, and returns their
-        rows. Called once the step is launched: later steps run after it, so the blocks can go to
-        others at once."""
+        rows. Called once the step is launched: later steps run after it, so the blocks can be
+        reused at once."""
         table = self.table
         self._register_again()
         done = step.rows[step.generated >= table.max_tokens[step.rows]]
@@ -520,21 +521,21 @@ class Scheduler:
         return done
 
     def receive(self, rows: np.ndarray, now: float, counts: np.ndarray | None = None) -> None:
-        """Tokens of these rows have reached the host.
+        """Notes that tokens of these rows have reached the host.
 
         Args:
-            rows: int64 [n], all different.
+            rows: int64 [n], distinct.
             now: Seconds.
-            counts: int64 [n], how many of each, where the step had drafts: those that were right,
-                and one. None for one each.
+            counts: int64 [n], number of tokens per row if the step had drafts: accepted drafts, and
+            one more. None for one each.
         """
         if counts is not None:
             self._book_accepted(rows, counts - 1)
         self.table.receive(rows, now, counts)
 
     def _book_accepted(self, rows: np.ndarray, accepted: np.ndarray) -> None:
-        """So many drafts of each row were right: they are generated, and cached. Blocks that they
-        fill are registered once their keys are known (`know`)."""
+        """Books the accepted drafts of each row as generated and cached. Blocks that they fill are
+        registered once their keys are known (`know`)."""
         table = self.table
         for column in (table.computed, table.generated, table.accepted):
             column[rows] += accepted
@@ -542,17 +543,17 @@ class Scheduler:
             self.shares.charge(table.tenant[rows], accepted * (DECODE_COST - 1.0))
 
     def offer(self, row: int, tokens: int, acceptance: float) -> None:
-        """A drafter has so many tokens that may follow all that are known of a row.
+        """Offers drafted tokens that may follow all known tokens of a row.
 
         Args:
             row: The row.
-            tokens: How many; 0 for none.
-            acceptance: How likely the first of them is right.
+            tokens: Number of drafted tokens; 0 for none.
+            acceptance: Probability that the first of them is right.
         """
         self.table.offered[row], self.table.acceptance[row] = tokens, acceptance
 
     def would_draft(self, now: float) -> bool:
-        """Whether the next plan is expected to draft, if it waits for the tokens in flight. The
+        """Whether the next plan is expected to draft if it waits for the tokens in flight. The
         caller then waits."""
         if not self.policy.speculates:
             return False
@@ -567,9 +568,9 @@ class Scheduler:
         Args:
             row: Its row.
             complete: Whether its output ended by itself or at its limit, so that its length is
-                learned from; False if it was cancelled, timed out or failed.
-            length: Of its output, tokens, where that ended before the last that was received with
-                it; None for all of them.
+            learned from; False if it was cancelled, timed out or failed.
+            length: Tokens of its output, if that ended before the last token received with it; None
+            for all of them.
         """
         table = self.table
         if self.cache is not None:
@@ -581,12 +582,12 @@ class Scheduler:
         if complete and length:
             table.output_lengths.add(length, cut=length >= table.max_tokens[row])
         table.remove(row)
-        if table.num_free == table.capacity:  # nobody is left who could get nowhere
+        if table.num_free == table.capacity:  # no request is left to make progress
             self._progress.advance(0)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held: no block, and no host memory."""
+        """Whether nothing is held: no blocks, and no host memory."""
         return not (self.pool.num_used or self.host.num_used)
 
     def _start(self, plan: BatchPlan) -> None:
@@ -601,10 +602,10 @@ class Scheduler:
         table.move(rows, RUNNING)
         self.shares.left(int(table.tenant[rows[-1]]))
 
-    # Operations: each returns what is to be done on the device.
+    # Operations: each returns the moves on the device.
 
     def _operate(self, plan: BatchPlan, moves: list[Move]) -> None:
-        moves += self._discard()  # what requests that have ended have left there
+        moves += self._discard()  # left there by requests that have ended
         for operation in plan.operations:
             moves += _BOOKING[type(operation)](self, plan, operation)
             moves += self._discard()
@@ -672,7 +673,7 @@ class Scheduler:
         for i in np.flatnonzero(~further).tolist():
             row = int(rows[i])
             pool.regain(row, int(first[i]), int(end[i]), int(table.computed[row]))
-        # Of the segments of a row the first says what cache it opens, the last how far that goes.
+        # The first segment of a row determines the kind of its cache, the last how far it goes.
         opening = _firsts(rows)
         opening = opening[table.state[rows[opening]] == WAITING]
         if len(opening):
@@ -702,7 +703,7 @@ class Scheduler:
 
 
 def _firsts(rows: np.ndarray) -> np.ndarray:
-    """Where each of them is for the first time, in order."""
+    """Index of the first occurrence of each row, in order."""
     return np.sort(np.unique(rows, return_index=True)[1])
 
 

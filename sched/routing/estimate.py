@@ -1,9 +1,9 @@
-"""How well a replica would serve a request: its predicted first token, and what it would miss.
+"""How well a replica would serve a request: its predicted first token, and its likely misses.
 
-The same fluid view as of a step: prompts are computed one after the other in steps full of them,
-and blocks and rows become free as outputs end. See `snapshot.py` for what is known of a replica.
-A door, which has its own engine's whole backlog, predicts by request
-(`sched/slo/ttft_estimator.py`, which says how the two differ).
+The same fluid view as for a step: prompts are computed one after the other in full steps, and
+blocks and rows become free as outputs end. See `snapshot.py` for what is known of a replica. A
+server, which has its own engine's whole backlog, predicts by request
+(`sched/slo/ttft_estimator.py`, which explains the differences).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 
 from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
 
-NEAR = 0.6  # of a target, from where a miss is possible: predictions are not exact
-DISTRUST = 0.5  # targets that a replica loses where nobody attained any there lately
-START = 0.05  # targets that a request loses for a first token a whole target later
-SAVED = 0.15  # targets that others gain by a whole target less to compute
+NEAR = 0.6  # share of a target from which a miss is possible: predictions are inexact
+DISTRUST = 0.5  # cost, in targets, of a replica where no recent request attained any
+START = 0.05  # cost, in targets, of a first token that is later by a whole target
+SAVED = 0.15  # gain, in targets, of others for a whole target less to compute
 
 
 def first_token(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> Any:
     """Predicted seconds until the first token of the last of q's sequences.
 
     Args:
-        s: What is known of a replica, a record of KNOWN, or of several as columns.
+        s: What is known of a replica, a record of KNOWN, or several as columns.
         work: s's seconds of work ahead of q's tier.
         short: s's blocks lacking for that work.
         q: The `RoutingRequest`.
@@ -39,13 +39,13 @@ def first_token(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -
 
 def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> Any:
     """Predicted SLO violation if q goes there: its own TTFT and JCT, and the tighter of its TBT and
-    those running there, each from 0 to 1. A replica with requests whose targets it has given up
-    counts as late by as much as it has to compute for them. Some is added for poor recent
-    attainment, and a little for a late first token, which breaks ties; some is taken off for what q
-    finds there, since that leaves the time to others.
+    that of running requests there, each from 0 to 1. A replica with requests whose targets it has
+    given up counts as late by the time of their work. Poor recent attainment adds to it, and a late
+    first token adds a little, which breaks ties; prefixes found there subtract from it, since they
+    leave time to others.
 
     Args:
-        s: What is known of a replica, a record of KNOWN, or of several as columns.
+        s: What is known of a replica, a record of KNOWN, or several as columns.
         work: s's seconds of work ahead of q's tier.
         short: s's blocks lacking for that work.
         q: The `RoutingRequest`.
@@ -55,8 +55,8 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
     first = first_token(s, work, short, q, found, now)
     decode = s.decode + q.sequences * s.row + q.sequences * q.prompt_len * s.read
     tbt = (decode + s.prefill) / np.minimum(s.tbt, q.tbt)
-    # Whoever is relegated was to come first, too: where that is, this one may well be next. Not for
-    # what breaks ties: where all are late anyway, what counts is who is before it.
+    # Relegated requests were to come first, too, so this one may well be next where some are. Not
+    # for breaking ties: if all are late anyway, the requests before it count.
     late = _miss((first + s.relegated_work) / q.ttft)
     missed = late + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
     saved = SAVED * (q.prompts * found * s.token)
@@ -64,5 +64,5 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
 
 
 def _miss(share: Any) -> Any:
-    """How likely a target is missed, 0 to 1, when this share of it is predicted to be used."""
+    """The likelihood, 0 to 1, of missing a target of which this share is predicted to be used."""
     return np.minimum(np.maximum((share - NEAR) / (2.0 * (1.0 - NEAR)), 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""What one router knows of its replicas."""
+"""A router's knowledge of its replicas."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add_request, reset_
 
 
 class RoutingRequest(NamedTuple):
-    """What a router sees of a call.
+    """A router's view of a call.
 
     Attributes:
-        prompt_len: tokens of a prompt; their mean where the call has several.
+        prompt_len: tokens of a prompt; their mean if the call has several.
         tier: 0 for real-time.
-        ttft: target in seconds, inf for none; so are tbt and jct.
+        ttft: target in seconds, inf for none; likewise tbt and jct.
         sequences: continuations that the engine computes.
-        prompts: how many of them compute their prompt. Others of the same prompt find it.
-        marks: what its prompts have in common, from `marks_of`; empty where nothing is to be found.
-        hint: of those of which the client says that they begin alike, the same bytes; or empty.
+        prompts: how many of them compute their prompt. Others of the same prompt find it cached.
+        marks: the common prefix of its prompts, from `marks_of`; empty without reuse.
+        hint: the same bytes for calls that begin alike, according to the client; or empty.
     """
 
     prompt_len: int
@@ -39,7 +39,7 @@ class RoutingRequest(NamedTuple):
 
     @classmethod
     def from_request(cls, request: Request, block_size: int) -> RoutingRequest:
-        """What a router sees of it, its one continuation. block_size: tokens of a block."""
+        """The router's view of a request with one continuation. block_size: tokens of a block."""
         slo = request.slo
         ttft, tbt, jct = (np.inf if t is None else t for t in (slo.ttft, slo.tbt, slo.jct))
         length = len(request.prompt)
@@ -56,7 +56,8 @@ def _columns(known: np.ndarray) -> SimpleNamespace:
 
 
 def _nothing_known(count: int) -> np.ndarray:
-    """Of that many, float64 [fields of KNOWN, replicas]: one field of all is read at once."""
+    """Unknown state of that many replicas, float64 [fields of KNOWN, replicas]: fields are read
+    across replicas."""
     known = np.zeros((len(_NAMES), count))
     for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
         known[_NAMES.index(name)] = value
@@ -64,17 +65,17 @@ def _nothing_known(count: int) -> np.ndarray:
 
 
 def _nothing_sent(count: int) -> list[deque[tuple[float, RoutingRequest, float]]]:
-    """Of that many replicas: when, what, and tokens of it that are expected to be found."""
+    """For each of that many replicas: when, what, and how many tokens are expected to be found."""
     return [deque(maxlen=MOST_SENT) for _ in range(count)]
 
 
 class Fleet:
-    """What a router knows of replicas 0 to count - 1. Nothing is known of them at first, and they
-    are down until they are found or heard of.
+    """What a router knows of replicas 0 to count - 1. Nothing is known initially, and they count as
+    down until they are found or a snapshot comes.
 
     Attributes:
-        columns: The last snapshots, with what has been sent since.
-        prefixes: Who has which; None where nobody asks.
+        columns: The last snapshots, updated by what has been sent since.
+        prefixes: Prefixes of each replica; None if not used.
     """
 
     def __init__(self, count: int) -> None:
@@ -92,11 +93,11 @@ class Fleet:
         return np.asarray(self.columns.dead + self.columns.draining == 0)
 
     def watch_prefixes(self) -> None:
-        """From now on `prefixes` is known."""
+        """Tracks `prefixes` from now on."""
         self.prefixes = KnownPrefixes(len(self))
 
     def found(self, ask: RoutingRequest) -> np.ndarray | float:
-        """Tokens of its prompt that the request would find at each replica, [replicas]; or 0 for
+        """Tokens of the request's prompt that each replica would find cached, [replicas]; or 0 for
         none."""
         if self.prefixes is None or not ask.marks:
             return 0.0
@@ -111,7 +112,7 @@ class Fleet:
             self.prefixes.grow(count)
 
     def forget(self, replica: int) -> None:
-        """The replica is gone; its number is free for another one."""
+        """Forgets a replica that is gone; its number is free for another one."""
         self._known[:, replica] = _nothing_known(1)[:, 0]
         self._sent[replica].clear()
         if self.prefixes is not None:
@@ -122,7 +123,7 @@ class Fleet:
         self.columns.dead[replica] = False
 
     def hear(self, replica: int, snapshot: Snapshot) -> None:
-        """Takes in a snapshot, which also shows that the replica is up. One older than the last is
+        """Takes a snapshot, which also shows that the replica is up. One older than the last is
         ignored."""
         known = self._row(replica)
         if snapshot.time < known.time:
@@ -140,7 +141,7 @@ class Fleet:
         self._known[:, replica] = [*vars(known).values()]
 
     def send(self, replica: int, ask: RoutingRequest, now: float) -> None:
-        """Notes a request that is sent there now."""
+        """Notes a request that is sent to the replica now."""
         known, found = self._row(replica), 0.0
         if self.prefixes is not None:
             found = self.prefixes.send(replica, ask.marks, ask.hint) * known.block_size
@@ -149,11 +150,11 @@ class Fleet:
         self._known[:, replica] = [*vars(known).values()]
 
     def lose(self, replica: int) -> None:
-        """The replica is down: it gets nothing until it is heard of again."""
+        """The replica is down: it gets nothing until a new snapshot comes."""
         self.columns.dead[replica] = True
         self._sent[replica].clear()
 
     def _row(self, replica: int) -> SimpleNamespace:
-        """A copy; numbers of Python's own are quicker one by one."""
+        """A copy with Python's own numbers, which are faster one by one."""
         values = self._known[:, replica].tolist()
         return SimpleNamespace(**dict(zip(_NAMES, values, strict=True)))

@@ -1,8 +1,8 @@
-"""Which prefixes a router expects which replica to have: what their last sketches say
-(`sched/cache/prefix_sketch.py`), and what it has sent there since.
+"""The prefixes that a router expects each replica to have: from its last sketch
+(`sched/cache/prefix_sketch.py`) and the requests sent to it since.
 
-Place by place, all replicas beside each other in bits: so a decision reads a few bytes a mark,
-however much they have.
+Bits of all replicas are stored side by side for each place, so a decision reads a few bytes per
+mark, however many prefixes there are.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import numpy as np
 
 from jaxserve.sched.cache.prefix_sketch import HASHES, MARKS, PLACES, places_of, unfolded
 
-MOST_HINTS = 1 << 16  # that are remembered
-MOST_SENT = 1 << 12  # requests to a replica since its last sketch; then they are forgotten
+MOST_HINTS = 1 << 16  # most remembered hints
+MOST_SENT = 1 << 12  # most requests to a replica since its last sketch; then they are forgotten
 _BIT = np.uint64(1) << np.arange(64, dtype=np.uint64)
 _EIGHT = np.arange(8)
 _NOTHING = np.zeros(PLACES // 8, np.uint8)
-_BLOCKS = np.array([0, *MARKS], np.float64)  # by how many marks are there
+_BLOCKS = np.array([0, *MARKS], np.float64)  # by number of marks found
 
 
 class KnownPrefixes:
-    """Of replicas 0 to count - 1.
+    """The prefixes of replicas 0 to count - 1.
 
     Args:
-        count: Replicas.
+        count: Number of replicas.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._bits = np.zeros((PLACES, -(-count // 64)), "<u8")  # by place, a bit a replica
-        self._sketch = np.zeros((count, PLACES // 8), np.uint8)  # of each, the last one
+        self._bits = np.zeros((PLACES, -(-count // 64)), "<u8")  # by place, one bit per replica
+        self._sketch = np.zeros((count, PLACES // 8), np.uint8)  # last sketch of each replica
         self._sent: list[list[np.ndarray]] = [[] for _ in range(count)]  # places set since
-        self._finds = np.ones(count, bool)  # whether it caches prefixes at all
-        self._hints: OrderedDict[bytes, int] = OrderedDict()  # the least lately used first
+        self._finds = np.ones(count, bool)  # whether it caches prefixes
+        self._hints: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
 
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
@@ -49,14 +49,14 @@ class KnownPrefixes:
         self._finds = np.concatenate([self._finds, np.ones(count, bool)])
 
     def forget(self, replica: int) -> None:
-        """The replica is gone; its number is free for another one."""
+        """Forgets a replica that is gone; its number is free for another one."""
         self._finds[replica] = True
         self._set(replica, _NOTHING)
         for hint in [hint for hint, place in self._hints.items() if place == replica]:
             del self._hints[hint]
 
     def hear(self, replica: int, sketch: str, since: Iterable[bytes]) -> None:
-        """Takes in a sketch in the place of all that was known of the replica.
+        """Replaces what was known of the replica by a sketch.
 
         Args:
             replica: Its number.
@@ -69,8 +69,8 @@ class KnownPrefixes:
             self.send(replica, marks)
 
     def send(self, replica: int, marks: bytes, hint: bytes = b"") -> float:
-        """A request with these marks and this hint, or none, is sent there. Returns how many blocks
-        of its prompt it is expected to find, at least."""
+        """Notes that a request with these marks and this hint, or none, is sent there. Returns how
+        many blocks of its prompt it is expected to find at least."""
         if hint:
             self._hints[hint] = replica
             self._hints.move_to_end(hint)
@@ -89,11 +89,11 @@ class KnownPrefixes:
         return float(_BLOCKS[found])
 
     def hinted(self, hint: bytes) -> int | None:
-        """Where the last request with this hint went; None if nobody knows."""
+        """The replica of the last request with this hint; None if unknown."""
         return self._hints.get(hint) if hint else None
 
     def blocks(self, marks: bytes) -> np.ndarray:
-        """How many blocks of a prompt with these marks each replica would find, at least, float64
+        """How many blocks of a prompt with these marks each replica would find at least, float64
         [replicas]."""
         if not marks:
             return np.zeros(self._count)
@@ -103,7 +103,7 @@ class KnownPrefixes:
         return _BLOCKS[np.add.reduce(bits, axis=0, dtype=np.uint8)]
 
     def _set(self, replica: int, now: np.ndarray) -> None:
-        """Its sketch is that, uint8 [PLACES / 8], and nothing was sent since."""
+        """Sets its sketch, uint8 [PLACES / 8], with nothing sent since."""
         differ = np.flatnonzero(self._sketch[replica] ^ now)
         self._sketch[replica] = now
         places = np.concatenate([np.add.outer(8 * differ, _EIGHT).ravel(), *self._sent[replica]])

@@ -1,7 +1,7 @@
-"""The ways of choosing a replica, by name.
+"""The routing algorithms, by name.
 
-A router decides from what its own `Fleet` knows, alone: there is no lock and no state that several
-share. Where one is too slow, several have disjoint samples of the replicas.
+A router decides only from its own `Fleet`: there is no lock and no shared state. If one router is
+too slow, several use disjoint samples of the replicas.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxserve.sched.routing.estimate import violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.random_draws import below, drawn, seeded
 
-BOUND = 1.25  # times the mean load, from where prefixes do not count
-HINT = 0.02  # targets that who was there before with the same hint may lose for it
+BOUND = 1.25  # multiple of the mean load from which prefixes do not count
+HINT = 0.02  # targets that may be lost to follow a hint
 
 
 class NoReplica(LookupError):
@@ -25,12 +25,12 @@ class NoReplica(LookupError):
 
 @dataclass
 class Lots:
-    """State of one router.
+    """State of a router.
 
     Attributes:
-        turn: The replica after the last one that had its turn; None for a first one by lot.
-        state: Of the random draws.
-        ties: Of those between replicas that are as good; 0 for the first of them.
+        turn: The replica after the last one chosen in turn; None to begin at random.
+        state: State of the random draws.
+        ties: State of the draws between equally good replicas; 0 for the first of them.
     """
 
     turn: int | None
@@ -38,7 +38,7 @@ class Lots:
     ties: int = 0
 
     def least(self, values: np.ndarray) -> int:
-        """The replica with the least value, one of several by lot."""
+        """The replica with the lowest value, chosen at random among equals."""
         if not self.ties:
             return int(values.argmin())
         least = (values == values.min()).nonzero()[0]
@@ -55,9 +55,9 @@ class Way:
 
     Attributes:
         summary: One line for listings.
-        source: Where it comes from.
+        source: Its origin.
         choose: Picks a replica, given the fleet, which replicas are up (bool, at least one), the
-            router's state, the request and the time.
+        router's state, the request and the time.
         looks: Whether it uses snapshots.
         finds: Whether it uses `Fleet.prefixes`.
         draws: Whether it uses random numbers.
@@ -149,12 +149,12 @@ class Router:
     """Chooses a replica for each request of one stream.
 
     Args:
-        name: Of ROUTERS.
+        name: A name in ROUTERS.
         fleet: The replicas.
         seed: For random draws, at least 0.
         number: Its number among the routers that share the seed, at least 0.
-        apart: Whether others route to the same replicas, and know nothing of this one. Where all of
-            them took the first of the replicas that are as good, that one would get everything.
+        apart: Whether other routers send to the same replicas without knowing of this one. If all
+            of them took the first of equally good replicas, that one would get everything.
 
     Raises:
         ValueError: There is no such routing.

@@ -1,4 +1,4 @@
-"""What a replica reports about itself, as plain numbers, and what a router makes of it.
+"""What a replica reports about itself in numbers, and how a router uses it.
 
 A replica publishes a `Snapshot` every 0.1 to 1 s, which may be late or lost. The functions here and
 in `estimate.py` take one record or columns of them, and use only operators and NumPy's functions,
@@ -26,11 +26,11 @@ class Prices:
     Attributes:
         step: Every step.
         token: Each token.
-        decode: Each decoding request, beside its token.
+        decode: Each decoding request, in addition to its token.
         read: Each cached token that a decode reads.
         prefill: A step that computes prompts.
         quad: Each unit of c^2 + 2cm of a chunk of c tokens after m.
-        cached_token: Each of those m.
+        cached_token: Each of these m tokens.
     """
 
     step: float
@@ -43,8 +43,8 @@ class Prices:
 
     @classmethod
     def from_cost_model(cls, model: CostModel) -> Prices:
-        """The model's prices, without padding and moves. Every step reads all experts, as those
-        with prompts do. ValueError if it is not linear."""
+        """The model's prices, without padding and moves. Every step is assumed to read all experts,
+        as those with prompts do. ValueError if the model is not linear."""
         if isinstance(model, OnlineCostModel):
             model = model.model
         if isinstance(model, InferMaxCostModel):
@@ -66,37 +66,37 @@ class Prices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Prices):
-    """The state of a replica at one moment, in numbers. By default it is idle, and always was.
+    """The state of a replica at one moment, in numbers. By default it has always been idle.
 
     Attributes:
         time: The moment, seconds on a clock that the replica shares with the routers.
         busy: Seconds from then until the device has done the launched steps. Their tokens count as
-            computed.
+        computed.
         unfinished: Unfinished requests.
-        running: Those of them that hold cache.
-        cached: Tokens of that cache.
+        running: Unfinished requests that hold a cache.
+        cached: Tokens of their caches.
         waiting: Requests that hold no cache.
-        given_up: Those of them that are not going to meet their targets, as the policy says.
-        relegated: Those of these that are served behind all others, also those yet to come.
-        relegated_tokens: Tokens that all such requests have yet to compute, which are in none of
-            the sums below. Best-effort requests are taken to wait for them, real-time ones not.
-        realtime_tokens, best_effort_tokens: Prompt tokens of each tier yet to compute, those of
-            preempted requests included.
+        given_up: Waiting requests that will miss their targets, according to the policy.
+        relegated: Requests among these that are served behind all others, including future ones.
+        relegated_tokens: Tokens that all relegated requests have yet to compute, which are in none
+        of the sums below. Best-effort requests are assumed to wait for them, real-time ones not.
+        realtime_tokens, best_effort_tokens: Prompt tokens of each tier yet to compute, including
+        those of preempted requests.
         realtime_quad, best_effort_quad: The sum of c^2 + 2cm over these requests, each with c
-            tokens to compute and m cached.
-        realtime_blocks, best_effort_blocks: Blocks that the waiting ones of them need.
+        tokens to compute and m cached.
+        realtime_blocks, best_effort_blocks: Blocks that the waiting ones among them need.
         free_blocks: Blocks of num_blocks that are free.
         num_blocks: Blocks of the pool.
         block_size: Tokens that a block holds.
-        prefill_tokens: The most prompt tokens of a step.
-        max_rows: The most requests that may hold cache.
+        prefill_tokens: Most prompt tokens of a step.
+        max_rows: Most requests that may hold a cache.
         tbt: The tightest TBT target of the running requests, seconds; inf for none.
         mean_output: Mean length of recent outputs, tokens; 0 before the first.
         attainment: Share of recent first tokens that were in time.
-        pace: Actual step time, as a multiple of what the prices predict.
+        pace: Measured step time as a multiple of the predicted one.
         by_tier: Whether real-time requests are served before best-effort ones.
         draining: Whether it takes no more requests.
-        sketch: Of its prefix cache, from `PrefixSketch.text`; "" if it has none.
+        sketch: Sketch of its prefix cache, from `PrefixSketch.text`; "" if it has none.
         step, token, decode, read, prefill, quad, cached_token: See `Prices`.
     """
 
@@ -138,15 +138,15 @@ SNAPSHOT = np.dtype(
 )
 
 # What a router knows of a replica: its last snapshot, and what it has sent there since. time,
-# unfinished, running, tbt, mean_output, attainment, by_tier, block_size: as above. realtime_work,
-# best_effort_work: seconds of the steps and prompts before a newcomer's prompt of that tier;
-# realtime_short, best_effort_short: blocks that are lacking for all of those, negative if some are
-# free; rows_short: as many requests. token, quad: seconds of a prompt's token, its share of the
-# steps included, and of the square of its length. decode: seconds of a step of all decodes; row,
-# read: by how much another one makes it longer, and each token that it has cached; prefill: by how
-# much a step is longer that is full of prompts. per_block, per_row: seconds until one becomes free.
-# relegated_work: seconds of all that relegated requests have to compute. dead, draining: it gets
-# nothing. first_sent, last_sent: for the compiled simulation.
+# unfinished, running, tbt, mean_output, attainment, by_tier, block_size: see `Snapshot`.
+# realtime_work, best_effort_work: seconds of the steps and prompts before a new prompt of that
+# tier; realtime_short, best_effort_short: blocks missing for all of those, negative if some are
+# free; rows_short: likewise rows. token, quad: seconds of a prompt's token, including its share of
+# the steps, and of the square of its length. decode: seconds of a step of all decodes; row, read:
+# added seconds for another one, and for each token that it has cached; prefill: added seconds of a
+# step full of prompts. per_block, per_row: seconds until one becomes free. relegated_work: seconds
+# of all work of relegated requests. dead, draining: it gets no requests. first_sent, last_sent: for
+# the compiled simulation.
 KNOWN = np.dtype(
     [
         (name, np.float64)
@@ -172,7 +172,7 @@ def reset_known(s: Any, n: Any) -> None:
     s.block_size, s.draining = n.block_size, n.draining > 0
     s.decode, s.row, s.read = decode, n.pace * (n.token + n.decode), n.pace * n.read
     s.prefill = n.pace * (n.prefill + room * n.token)
-    # Steps that are full of prompts, beside all decodes; what they read of their own cache grows
+    # Steps full of prompts, beside all decodes; the tokens that they read from their own cache grow
     # with every chunk.
     s.token = n.pace * n.token + (decode + n.pace * n.prefill) / room
     s.quad = n.pace * (n.quad + n.cached_token / (2.0 * room))
@@ -186,35 +186,35 @@ def reset_known(s: Any, n: Any) -> None:
         s.realtime_work, s.realtime_short = s.best_effort_work, s.best_effort_short
     s.best_effort_work += s.relegated_work
     s.rows_short = n.waiting - n.relegated + n.running - n.max_rows
-    # All that is held now is free once in as many steps as an output has tokens.
+    # Everything held now becomes free once in as many steps as an output has tokens.
     outputs = decode * n.mean_output
     s.per_block = outputs / max(n.num_blocks - n.free_blocks, 1.0)
     s.per_row = outputs / max(n.running, 1.0)
 
 
 def prompt_seconds(s: Any, q: Any, found: Any) -> Any:
-    """Seconds that q's prompts take. found: tokens of each that are computed already."""
+    """Seconds of q's prompts. found: cached tokens of each."""
     new = q.prompt_len - found
     return q.prompts * (new * s.token + new * (new + 2 * found) * s.quad)
 
 
 def prompt_blocks(s: Any, q: Any) -> Any:
-    """Blocks that q's prompts take; who finds its prompt has the last ones of its own."""
+    """Blocks of q's prompts; a request that finds its prompt needs only its own last ones."""
     return (q.prompts * np.ceil(q.prompt_len / s.block_size) + q.sequences - q.prompts) * PLANES
 
 
 def add_request(s: Any, q: Any, found: Any, sent: float) -> None:
-    """Adds to s what was sent there.
+    """Adds a sent request to s.
 
     Args:
         s: What is known of a replica, a record of KNOWN.
         q: The `RoutingRequest`.
         found: Tokens of its prompt that it is expected to find there.
-        sent: When, seconds on the snapshots' clock.
+        sent: When it was sent, seconds on the snapshots' clock.
     """
     seconds = prompt_seconds(s, q, found)
     blocks = prompt_blocks(s, q)
-    # Time that went by before it came with nothing to do does nothing for it.
+    # Time during which the replica was idle before the request came does not count.
     gone = sent - s.time
     s.best_effort_work = max(s.best_effort_work, gone) + seconds
     s.best_effort_short += blocks

@@ -16,21 +16,21 @@ from jaxserve.sched.routing.snapshot import Prices, Snapshot
 from jaxserve.sched.slo.backlog import Backlog, Known
 from jaxserve.sched.state.request_table import MISSED, RELEGATED
 
-WINDOW = 200  # outputs, or first tokens, of which a mean is
-PACE = 0.05  # weight of a step in the mean of how long steps take
+WINDOW = 200  # outputs, or first tokens, that a mean covers
+PACE = 0.05  # weight of a step in the mean step time
 
 
 def lately(mean: Any, seen: Any, count: Any, total: Any) -> Any:
     """Updates a mean of about the last WINDOW values. The order of the new values does not matter.
 
     Args:
-        mean: So far.
-        seen: How many values it is of.
-        count: How many more came, at least one.
-        total: Their sum.
+        mean: The mean so far.
+        seen: Number of values in it.
+        count: Number of new values, at least one.
+        total: Sum of the new values.
 
     Returns:
-        The new mean, and how many values it is of.
+        The new mean, and the number of values in it.
     """
     seen = min(seen + count, WINDOW)
     return mean + min(count / seen, 1.0) * (total / count - mean), seen
@@ -43,7 +43,7 @@ class Lately:
     Attributes:
         mean_output: Mean length of recent outputs, tokens; 0 before the first.
         attainment: Share of recent first tokens that were in time.
-        pace: Actual over predicted step time.
+        pace: Measured over predicted step time.
     """
 
     mean_output: float = 0.0
@@ -53,14 +53,15 @@ class Lately:
     _firsts: int = 0
 
     def ended(self, lengths: np.ndarray) -> None:
-        """Outputs of these lengths, int64 [n], have ended at once."""
+        """Takes the lengths, int64 [n], of outputs that have ended at the same time."""
         if len(lengths):
             total = int(lengths.sum())
             found = lately(self.mean_output, self._outputs, len(lengths), total)
             self.mean_output, self._outputs = found
 
     def began(self, outputs: int, in_time: int) -> None:
-        """Counts first tokens that came at once. in_time: how many of them met their target."""
+        """Counts first tokens that came at the same time. in_time: how many of them met their
+        target."""
         if outputs:
             self.attainment, self._firsts = lately(self.attainment, self._firsts, outputs, in_time)
 
@@ -99,8 +100,8 @@ def idle_snapshot(known: dict[str, Any], now: float = 0.0) -> Snapshot:
 
 
 def serves_by_tier(policy: Policy) -> bool:
-    """Whether the policy serves a real-time request before a best-effort one that came earlier, as
-    far as its queue priority shows."""
+    """Whether the policy serves a real-time request before an earlier best-effort one, as far as
+    its queue priority shows."""
     with np.errstate(all="ignore"):
         realtime, best_effort = (
             policy.queue_priority(
@@ -114,11 +115,11 @@ def serves_by_tier(policy: Policy) -> bool:
 def take_snapshot(
     backlog: Backlog, unfinished: int, known: dict[str, Any], learned: Lately, *, draining: bool
 ) -> Snapshot:
-    """Sums up what a scheduler has before it. What relegated requests have to compute is
-    counted apart: it stands behind what comes.
+    """Sums up a scheduler's unfinished work. The work of relegated requests is counted separately,
+    since it comes after new requests.
 
     Args:
-        backlog: The scheduler's.
+        backlog: The scheduler's backlog.
         unfinished: Unfinished requests, including those with nothing left to compute.
         known: From `constant_fields`.
         learned: The replica's recent statistics.

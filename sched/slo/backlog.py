@@ -1,5 +1,5 @@
-"""What a scheduler has before it, copied at one moment: all that waits are predicted from
-(`sched/slo/ttft_estimator.py`), by any thread, without the scheduler."""
+"""A copy of a scheduler's state at one moment, from which any thread can predict waits
+(`sched/slo/ttft_estimator.py`) without the scheduler."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Known:
     Attributes:
         arrival: Time of arrival.
         last_token: When the last token came; the arrival before the first.
-        ttft: Target, as are tbt and jct; inf for none.
+        ttft: Target to the first token; inf for none, also below.
         tbt: Target between two tokens.
         jct: Target to the last token.
         seq: Order of arrival.
         prompt_len: Prompt tokens.
         generated: Tokens generated.
         computed: Tokens cached.
-        tier: Of `Tier`.
+        tier: A `Tier`.
         alone: Time to the first token on an idle engine; 0 without targets.
-        most_output: The most tokens that it may write.
+        most_output: Most tokens that it may write.
         waiting: bool, whether it holds no cache.
         decoding: bool, whether it decodes.
-        seed: Of the run.
+        seed: Seed of the run.
         given: See `Columns`.
-        outlook: Of `Outlook`.
+        outlook: An `Outlook`.
         bare: bool, whether it is a best-effort request without targets.
     """
 
@@ -68,15 +68,15 @@ class Known:
     def from_request(
         cls, request: Request, alone: Alone, arrival: float, seq: int, seed: int, cached: int = 0
     ) -> Known:
-        """One request that has just come.
+        """A request that has just come.
 
         Args:
             request: The request.
             alone: Its latency on this engine, if it were idle.
             arrival: Seconds.
             seq: How many requests came before it.
-            seed: Of the run.
-            cached: Tokens of its prompt that it finds.
+            seed: Seed of the run.
+            cached: Cached tokens of its prompt.
         """
 
         def one(value: Any) -> np.ndarray:
@@ -109,25 +109,25 @@ _ZERO, _YES = np.zeros(1, np.int64), np.ones(1, bool)
 
 @dataclass(frozen=True)
 class Backlog:
-    """A copy of a scheduler's unfinished requests [n], what they hold and what serves them.
+    """A copy of a scheduler's unfinished requests [n], of what they hold and of its settings.
 
     Attributes:
         time: When it was taken, seconds.
         free_at: When the device is predicted to finish the steps launched so far; their tokens
             count as computed.
-        received: Requests so far, finished ones included.
-        known: What a policy may know of the requests.
+        received: Requests so far, including finished ones.
+        known: The requests as policies may know them.
         blocks: int64 [n], blocks held by each.
         tenants: int64 [n], indices into `shares`.
         shares: Every tenant so far, by name.
-        free_blocks: Of the pool.
+        free_blocks: Free blocks of the pool.
         block_size: Tokens of a block.
         limits: C, P and rows.
         policy: Ranks the requests.
-        cost_model: Predicts steps; it may be one that goes on learning.
-        padding: How steps are rounded up; None for not at all.
+        cost_model: Predicts steps; it may continue to learn.
+        padding: How steps are rounded up; None for no padding.
         output_lengths: From `OutputLengths.counted`.
-        sketch: Of the prefix cache, which goes on changing; None without one.
+        sketch: Sketch of the prefix cache, which continues to change; None without one.
     """
 
     time: float
@@ -148,14 +148,14 @@ class Backlog:
 
     @classmethod
     def from_scheduler(cls, scheduler: Scheduler, now: float, free_at: float) -> Backlog:
-        """Copies a scheduler's, on the thread that plans."""
+        """Copies a scheduler's state, on the thread that plans."""
         view, table, pool = scheduler.view, scheduler.table, scheduler.pool
         waiting = table.queued()
         rows = np.concatenate([table.in_state(RUNNING), waiting])
         waits = np.zeros(len(rows), bool)
         waits[len(rows) - len(waiting) :] = True
         computed = table.computed[rows]
-        if scheduler.host.num_used:  # what is there is not computed again
+        if scheduler.host.num_used:  # tokens there are not computed again
             computed = np.maximum(computed, scheduler.host.tokens[rows])
         known = Known(
             arrival=table.arrival[rows],
@@ -172,7 +172,7 @@ class Backlog:
             most_output=view.most_output(rows),
             waiting=waits,
             decoding=table.decoding(rows),
-            seed=vars(view)["seed"],  # to simulations, the policy has not asked for it
+            seed=vars(view)["seed"],  # so that simulations do not count this as a use by the policy
             outlook=table.outlook[rows].astype(np.int64),
             bare=table.bare(rows),
         )
@@ -198,13 +198,14 @@ class Backlog:
         return len(self.blocks)
 
     def step_time(self, batch: BatchFeatures) -> Any:
-        """Seconds of a batch, as `View.step_time`."""
+        """Seconds of a batch, see `View.step_time`."""
         if self.padding is not None:
             batch = batch.padded(self.padding)
         return self.cost_model.batch_time(batch)
 
     def queue_priority(self, known: Known, now: float) -> np.ndarray | None:
-        """The policy's queue priority, float64 [n], inf for the relegated; None if it has none."""
+        """The policy's queue priority, float64 [n], inf for relegated requests; None if it has
+        none."""
         with np.errstate(all="ignore"):
             found = self.policy.queue_priority(known, now)
         if found is None:
@@ -213,17 +214,17 @@ class Backlog:
         return np.where(known.outlook == RELEGATED, np.inf, ranks)
 
     def makes_room(self, known: Known, now: float) -> np.ndarray:
-        """Which requests that run make room for this one, bool [n]. known: of one request."""
+        """Which running requests make room for this one, bool [n]. known: of a single request."""
         with np.errstate(all="ignore"):
             found = self.policy.makes_room(self.known, known, now)
         return np.asarray(found & ~self.known.waiting)
 
     @property
     def max_rows(self) -> int:
-        """The most requests that may hold cache, the policy's own limit included."""
+        """Most requests that may hold a cache, including the policy's own limit."""
         return self.policy.row_limit(self.limits)
 
     @property
     def prefill_tokens(self) -> int:
-        """The most tokens of a batch up to which prompts may fill it."""
+        """Most tokens of a batch that prompts may fill."""
         return self.policy.prefill_limit(self.limits)

@@ -1,4 +1,4 @@
-"""Classes of requests with service-level objectives of their own, as text and drawn by share.
+"""Classes of requests with their own service-level objectives, as text and drawn by share.
 
 A class in words: `NAME:SHARE`, then any of `tier=realtime|best_effort`, `greedy=true|false`,
 `value=` with a number, and `ttft=`, `tbt=`, `jct=`, `max_tbt=` with a time in `ms` or `s`. Several
@@ -32,16 +32,16 @@ class SloClassError(ValueError):
 
 @dataclass(frozen=True)
 class SloClass:
-    """A class of requests with SLOs of their own.
+    """A class of requests with their own SLOs.
 
     Attributes:
-        name: What metrics report it as.
+        name: Name in metrics.
         share: Share of the requests, in (0, 1].
         slo: Its targets.
         tier: Real-time or best-effort.
-        greedy: Whether its requests take the most likely token; the others are sampled at
-            temperature 1.
-        value: Of each of its requests (`Request.value`).
+        greedy: Whether its requests take the most likely token; others are sampled at temperature
+        1.
+        value: Value of each of its requests (`Request.value`).
 
     Raises:
         SloClassError: The name or the share is invalid.
@@ -60,7 +60,7 @@ class SloClass:
             raise SloClassError(f"class {self.name}: a share is in (0, 1], got {self.share}")
 
     def __str__(self) -> str:
-        """In words; `parse_classes` makes the same class of them."""
+        """The class as text, which `parse_classes` reads."""
         parts = [self.name, repr(self.share)]
         if self.tier is not Tier.REALTIME:
             parts.append(f"tier={self.tier.name.lower()}")
@@ -176,7 +176,7 @@ def _parse(part: str) -> SloClass:
 
 def parse_terms(where: str, text: str) -> tuple[SLO, Tier, float]:
     """Parses the terms of a class without its name and share, such as `ttft=500ms:tbt=50ms` or
-    `tier=best_effort:value=0.5`. `greedy` is not one of them: requests say that themselves. The
+    `tier=best_effort:value=0.5`. `greedy` is not one of them: requests set it themselves. The
     SloClassError begins with `where`.
 
     Returns:

@@ -1,8 +1,8 @@
-"""What the time between tokens means where several come at once, as drafts that were right do.
+"""Times between tokens if several come at once, like accepted drafts.
 
-They came together because one step made them all. The time between deliveries is spread over what
-came: n tokens at once, g seconds after the one before, are n times between tokens of g / n each. A
-reader who shows them one by one at that pace never waits longer than he would have for the last.
+They come together because one step made them all. The time between deliveries is spread over the
+tokens: n tokens at once, g seconds after the one before, count as n gaps of g / n each. A reader
+who is shown them one by one at that pace never waits longer than for the last.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 def spread(gaps: Sequence[float]) -> list[float]:
-    """A request's times between tokens. gaps: seconds from each token to the next, 0 where they
+    """The gaps between a request's tokens. gaps: seconds from each token to the next, 0 if they
     came at once."""
     if 0.0 not in gaps:
         return list(gaps)
@@ -26,11 +26,11 @@ def spread(gaps: Sequence[float]) -> list[float]:
 
 
 def spread_all(gaps: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """The same of many requests.
+    """`spread` for many requests.
 
     Args:
         gaps: float64 [n], seconds since the token before, of one request after the other.
-        first: bool [n], which are requests' first tokens; what is returned for these means nothing.
+        first: bool [n], which are requests' first tokens; results for these are meaningless.
 
     Returns:
         float64 [n].

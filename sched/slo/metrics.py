@@ -1,14 +1,14 @@
-"""What a load test or a simulation reports, computed from the times at which tokens arrived.
+"""Metrics of a load test or a simulation, computed from the times at which tokens arrived.
 
-TTFT: due time to first token. TBT: between two tokens of one request; where several came at once,
-as drafted ones do, the time since the one before is spread over them (`deliveries.py`). JCT, or end
-to end: due time to last token. Normalised latency: JCT over the number of tokens. Whether a request
-attains its SLO is judged by one `Rule`, a server's unless a paper is measured again; one that was
-refused or failed attains none. One that had not ended when the run was cut off is judged as if its
-next token came then: it attains a target whose time has not passed.
-Goodput: requests that have ended and attain their SLO, a second. Requests without targets neither
-attain nor miss any: shares are of those that have targets, or that target, and goodput counts those
-alone. Percentiles interpolate linearly.
+TTFT: due time to first token. TBT: between two tokens of one request; if several come at once, like
+drafted ones, the time since the one before is spread over them (`deliveries.py`). JCT, or end to
+end: due time to last token. Normalised latency: JCT over the number of tokens. A `Rule` says
+whether a request attains its SLO, a server's unless a paper is reproduced; refused or failed
+requests do not. A request cut off at the end of the run is judged as if its next token came then:
+it attains a target whose time has not passed.
+Goodput: requests per second that have ended and attain their SLO. Requests without targets neither
+attain nor miss any: shares are of requests with targets, or with that target, and goodput counts
+only these. Percentiles interpolate linearly.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ class Times:
     """Token times of n requests, in seconds on one clock.
 
     Attributes:
-        due: float64 [n], when each was to be sent. That is before it was sent if the sender fell
-            behind.
+        due: float64 [n], when each was due to be sent. The sender may have sent it later.
         token_times: float64 [sum of tokens], the first request's in order, then the second's, and
-            so on.
-        tokens: int64 [n], how many each has; at least 1 if finished.
+        so on.
+        tokens: int64 [n], number of tokens of each; at least 1 if finished.
         finished: bool [n]; False if it was refused, failed, or was cut off at `end`.
-        going: bool [n], those that were cut off; None for none.
+        going: bool [n], requests that were cut off; None for none.
         end: When the run was cut off.
     """
 
@@ -53,7 +52,7 @@ class Times:
     def from_tokens(
         cls, due: Sequence[float], token_times: Sequence[Sequence[float]], finished: Sequence[bool]
     ) -> Times:
-        """From lists, one entry a request."""
+        """From lists, one entry per request."""
         flat = [time for times in token_times for time in times]
         return cls(
             np.asarray(due, np.float64),
@@ -92,20 +91,20 @@ class Times:
 
     @property
     def normalised_latency(self) -> np.ndarray:
-        """Seconds a token, float64 [n]; nan without a token."""
+        """Seconds per token, float64 [n]; nan without a token."""
         return np.asarray(self.e2e / np.maximum(self.tokens, 1))
 
     @property
     def tbt(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times between tokens, one request after the other, float64 [sum of counts], and how many
-        each request has, int64 [n]."""
+        """Times between tokens, one request after the other, float64 [sum of counts], and the
+        number for each request, int64 [n]."""
         gaps = np.diff(self.token_times, prepend=0.0)
         within = np.ones(len(gaps), bool)
         within[self.offsets[self.tokens > 0]] = False
         return spread_all(gaps, ~within)[within], np.maximum(self.tokens - 1, 0)
 
     def select(self, which: np.ndarray) -> Times:
-        """Those of some requests. which: bool [n]."""
+        """The times of selected requests. which: bool [n]."""
         return dataclasses.replace(
             self,
             due=self.due[which],
@@ -116,7 +115,7 @@ class Times:
         )
 
     def judged(self) -> Times:
-        """The same, where each request that was cut off gets another token at `end`."""
+        """The times with another token at `end` for each request that was cut off."""
         if self.going is None or not self.going.any():
             return self
         behind = (self.offsets + self.tokens)[self.going]
@@ -136,7 +135,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Attained(ParallelArrays):
-    """Which requests met their targets, bool [n] each. A finished request meets a target that it
+    """Which requests met their targets, bool [n] each. A finished request meets targets that it
     does not have.
 
     Attributes:
@@ -152,7 +151,7 @@ class Attained(ParallelArrays):
     max_tbt: np.ndarray
 
     def slo(self, rule: Rule = Rule.SERVER) -> np.ndarray:
-        """Who attained their SLO by the rule, bool [n]."""
+        """Which requests attained their SLO by the rule, bool [n]."""
         met = self.ttft & self.tbt & self.jct
         return np.asarray(met if rule is Rule.PAPERS else met & self.max_tbt)
 
@@ -173,7 +172,7 @@ def summarise(values: Sequence[float] | np.ndarray, scale: float = 1.0) -> dict[
 
 
 def attained(times: Times, terms: SloColumns) -> Attained:
-    """Which requests met their own targets. terms: of the same requests."""
+    """Which requests met their own targets. terms: those of the requests."""
     times = times.judged()
     done = times.finished
     ttft, jct = times.ttft, times.e2e
@@ -188,9 +187,9 @@ def attained(times: Times, terms: SloColumns) -> Attained:
 
 def tokens_in_time(times: Times, terms: SloColumns) -> tuple[int, int]:
     """How many tokens met their own target (TTFT for a request's first token, TBT for the others),
-    and out of how many. Their ratio is AccelGen's iteration-level attainment (section 3.2). A
-    request that was refused or failed counts as one missed token; one that was cut off does if its
-    next token was late by then."""
+    and of how many. Their ratio is AccelGen's iteration-level attainment (section 3.2). A request
+    that was refused or failed counts as one missed token; one that was cut off does if its next
+    token was late by then."""
     tbt, shares = times.tbt
     have = times.tokens > 0
     met = int((times.ttft[have] <= terms.ttft[have]).sum())
@@ -209,18 +208,18 @@ def group_metrics(
     duration: float | None = None,
     rule: Rule = Rule.SERVER,
 ) -> dict[str, Any]:
-    """Metrics of some requests; latencies are of the finished ones.
+    """Metrics of selected requests; latencies are of the finished ones.
 
     Args:
-        times: Of the requests.
+        times: Times of the requests.
         terms: Their targets.
         met: Which targets they met.
         duration: Seconds that rates refer to; by default from the first due time to the last token.
-        rule: Who attains.
+        rule: When a request attains its SLO.
 
     Returns:
-        Numbers by name. `slo` is None if no request has a target, and so is each share in it whose
-        target nobody has.
+        Numbers by name. `slo` is None if no request has a target, and so is each share in it for a
+        target that no request has.
     """
     done = times.select(times.finished)
     tbt, _ = done.tbt
@@ -247,14 +246,14 @@ def split_metrics(
     total: dict[str, Any],
     rule: Rule = Rule.SERVER,
 ) -> dict[str, Any]:
-    """`group_metrics` by tier and by SLO class, those without requests left out.
+    """`group_metrics` by tier and by SLO class, without those that have no requests.
 
     Args:
-        times: Of all requests; rates refer to their duration.
+        times: Times of all requests; rates refer to their duration.
         terms: Their targets.
         met: Which targets they met.
         total: `group_metrics` of all of them.
-        rule: Who attains.
+        rule: When a request attains its SLO.
     """
     duration = span(times)
 
@@ -274,8 +273,8 @@ def split_metrics(
 def load_metrics(times: Times, terms: SloColumns, rule: Rule = Rule.SERVER) -> dict[str, Any]:
     """All metrics of a load test, in total and by tier and class. Names end with the unit.
 
-    Latencies are of the finished requests only. duration_s: first due time to last token. rule: who
-    attains their SLO.
+    Latencies are of the finished requests only. duration_s: first due time to last token. rule:
+        when a request attains its SLO.
     """
     met, duration = attained(times, terms), span(times)
     done = times.select(times.finished)
@@ -295,22 +294,22 @@ def load_metrics(times: Times, terms: SloColumns, rule: Rule = Rule.SERVER) -> d
 def overtaken(times: Times, group: np.ndarray) -> float:
     """The longest that a request waited while later ones of its own group were served.
 
-    It waits from its arrival to its first token, from each token to the next, and from its last one
-    to the end where the run was cut off. What counts is the time from the beginning of such a wait
-    to the last token in it of a request of the group that came later.
+    It waits from its arrival to its first token, from each token to the next, and from its last
+    token to the end if the run was cut off. The result is the longest time from the beginning of
+    such a wait to the last token within it of a later request of the group.
 
     Args:
-        times: of n requests.
-        group: int64 [n], which group each is of, as its tier or class.
+        times: times of n requests.
+        group: int64 [n], the group of each, such as its tier or class.
 
     Returns:
-        Seconds; 0 if nobody was ever overtaken.
+        Seconds; 0 if no request was ever overtaken.
     """
     return max((_overtaken(times.select(group == one)) for one in np.unique(group)), default=0.0)
 
 
 def _overtaken(times: Times) -> float:
-    """As `overtaken`, of one group."""
+    """`overtaken` within one group."""
     order = np.argsort(times.token_times, kind="stable")
     when, place = times.token_times[order], np.argsort(np.argsort(times.due, kind="stable"))
     came = np.repeat(place, times.tokens)[order]
@@ -330,8 +329,8 @@ def _overtaken(times: Times) -> float:
 
 
 def waits(times: Times) -> tuple[np.ndarray, np.ndarray]:
-    """How long each request waited for its first token, and the longest that it waited for a later
-    one, seconds, float64 [n] each; 0 for the latter without a second token."""
+    """How long each request waited for its first token, and its longest wait for a later one,
+    seconds, float64 [n] each; 0 for the latter without a second token."""
     tbt, shares = times.tbt
     longest = np.zeros(len(times))
     np.maximum.at(longest, np.repeat(np.arange(len(times)), shares), tbt)
@@ -347,8 +346,8 @@ def jain_index(values: np.ndarray) -> float:
 
 
 def span(times: Times) -> float:
-    """Seconds from the first due time to the last token, or to the end where the run was cut off;
-    0 without a token."""
+    """Seconds from the first due time to the last token, or to the end if the run was cut off; 0
+    without a token."""
     begin = float(times.due.min())
     if times.end < math.inf:
         return times.end - begin
@@ -356,25 +355,26 @@ def span(times: Times) -> float:
 
 
 def has_targets(terms: SloColumns) -> bool:
-    """Whether any request has one."""
+    """Whether any request has a target."""
     return bool(terms.asked.any())
 
 
 def request_p99_tbt(times: Times) -> np.ndarray:
-    """The 99th percentile of each request's own TBTs, seconds, of those with two tokens or more."""
+    """The 99th percentile of each request's own TBTs, seconds, for requests with at least two
+    tokens."""
     tbt, shares = times.tbt
     parts = np.split(tbt, np.cumsum(shares)[:-1])
     return np.array([percentile_99(part.tolist()) for part in parts if len(part)])
 
 
 def percentile_99(values: Sequence[float]) -> float:
-    """The 99th percentile of at least one value, interpolated linearly. In plain Python, as the
-    engine's thread asks for it too (`sched/slo/verdict.py`), of one request at a time."""
+    """The 99th percentile of at least one value, interpolated linearly. In plain Python, since the
+    engine's thread also uses it (`sched/slo/verdict.py`), for one request at a time."""
     ordered = sorted(values)
     place = 0.99 * (len(ordered) - 1)
     low = int(place)
     share, below, above = place - low, ordered[low], ordered[min(low + 1, len(ordered) - 1)]
-    if share < 0.5:  # as NumPy rounds it
+    if share < 0.5:  # NumPy's rounding
         return below + (above - below) * share
     return above - (above - below) * (1 - share)
 
@@ -406,8 +406,8 @@ def rate(count: int, duration: float) -> float | None:
 
 
 def _within_tbt(tbt: np.ndarray, shares: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Whose 99th percentile is within the target, bool [n]; a request of one token has no TBT to
-    miss. tbt, shares: as in `Times.tbt`. Sorts only where it has to."""
+    """Which requests' 99th percentile is within the target, bool [n]; a request of one token has no
+    TBT to miss. tbt, shares: see `Times.tbt`. Sorts only if needed."""
     slow = np.zeros(len(shares), np.int64)
     owner = np.repeat(np.arange(len(shares)), shares)
     np.add.at(slow, owner[tbt > target[owner]], 1)
@@ -423,7 +423,7 @@ def _within_tbt(tbt: np.ndarray, shares: np.ndarray, target: np.ndarray) -> np.n
 
 
 def _within_max_tbt(tbt: np.ndarray, shares: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Whose longest TBT is within the target, bool [n]. Arguments as of `_within_tbt`."""
+    """Which requests' longest TBT is within the target, bool [n]. Arguments as in `_within_tbt`."""
     owner = np.repeat(np.arange(len(shares)), shares)
     met = np.ones(len(shares), bool)
     met[owner[tbt > target[owner]]] = False

@@ -9,8 +9,8 @@ from jaxserve.sched.slo.ttft_estimator import Wait
 
 
 def first_target(slo: SLO) -> tuple[str, float]:
-    """By when the first token must come, and which target says so: TTFT, or JCT where it is less.
-    JCT counts because a request with nothing but a JCT overtakes others by its deadline, for which
+    """When the first token must come, and the target that says so: TTFT, or JCT if that is less.
+    JCT counts because a request with only a JCT overtakes others by its deadline, because of which
     they are refused; so it is refused like them.
 
     Returns:
@@ -22,13 +22,14 @@ def first_target(slo: SLO) -> tuple[str, float]:
 
 def is_late(wait: Wait, request: Request, share: float) -> bool:
     """Whether a real-time request would wait for others for more than `share` of the time that its
-    TTFT leaves beside its own prompt. A request whose prompt alone takes longer is not late: coming
+    TTFT leaves beside its own prompt. A request whose prompt alone takes longer is not late: trying
     again would not help."""
     return retry_s(wait, request, share) > 0
 
 
 def retry_s(wait: Wait, request: Request, share: float) -> float:
-    """Seconds until it would be accepted if no other request came; 0 if it is accepted now."""
+    """Seconds until it would be accepted if no other request came; 0 if it would be accepted
+    now."""
     _, target = first_target(request.slo)
     if target == math.inf or request.tier is not Tier.REALTIME or request.serve_late:
         return 0.0

@@ -1,4 +1,4 @@
-"""What many requests ask for, one array a property."""
+"""The SLOs and options of many requests, one array per property."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ ALL_TARGETS = (*TARGETS, "max_tbt")
 
 @dataclass(frozen=True)
 class SloColumns:
-    """What n requests ask for beside the work itself.
+    """What n requests ask for, except for the work itself.
 
     Attributes:
         tier: int8 [n] of `Tier`.
-        ttft, tbt, jct, max_tbt: float64 [n], seconds, the targets that `request.SLO` explains, as
-            they were asked for; inf for none.
-        slo_class: int64 [n], index into classes, whose requests are reported together.
-        greedy: bool [n], who takes the most likely token as it is
-            (`SamplingParams.is_plain_greedy`).
+        ttft, tbt, jct, max_tbt: float64 [n], the requested targets of `request.SLO` in seconds; inf
+        for none.
+        slo_class: int64 [n], index into classes; requests of a class are reported together.
+        greedy: bool [n], which requests take the most likely token
+        (`SamplingParams.is_plain_greedy`).
         classes: Names.
-        value: float64 [n], `Request.value`; 1 if it is left out.
+        value: float64 [n], `Request.value`; 1 if omitted.
 
     Raises:
         ValueError: The columns do not fit together.
@@ -72,7 +72,7 @@ class SloColumns:
 
     @classmethod
     def none(cls, count: int) -> SloColumns:
-        """Of `count` greedy real-time requests without targets."""
+        """Columns of `count` greedy real-time requests without targets."""
         never, first = np.full(count, np.inf), np.zeros(count, np.int64)
         return cls(first.astype(np.int8), *(never,) * 4, first, np.ones(count, bool))
 
@@ -81,19 +81,18 @@ class SloColumns:
 
     @property
     def max_tbt_that_counts(self) -> np.ndarray:
-        """`max_tbt` as it counts, where it has a default (`SLO.with_max_tbt`), float64 [n]; inf for
-        none."""
+        """`max_tbt` with its default (`SLO.with_max_tbt`), float64 [n]; inf for none."""
         default = np.maximum(MAX_TBT * self.tbt, LEAST_MAX_TBT)
         return np.where(self.max_tbt < np.inf, self.max_tbt, default)
 
     @property
     def asked(self) -> np.ndarray:
-        """Who has a target at all, bool [n]: the others neither attain nor miss any."""
+        """Which requests have any target, bool [n]: others neither attain nor miss any."""
         return np.asarray(np.minimum.reduce([getattr(self, n) for n in ALL_TARGETS]) < np.inf)
 
     @classmethod
     def joined(cls, parts: Sequence[SloColumns]) -> SloColumns:
-        """One after the other; classes of the same name are one."""
+        """Concatenates the parts; classes of the same name are merged."""
         classes = tuple(dict.fromkeys(name for part in parts for name in part.classes))
         index = [
             np.array([classes.index(n) for n in part.classes])[part.slo_class] for part in parts
@@ -103,6 +102,6 @@ class SloColumns:
         return cls(**columns, slo_class=np.concatenate(index), classes=classes)
 
     def select(self, which: np.ndarray) -> SloColumns:
-        """Those of some requests: indices, or a mask."""
+        """The columns of selected requests: indices, or a mask."""
         names = ("tier", *ALL_TARGETS, "slo_class", "greedy", "value")
         return dataclasses.replace(self, **{name: getattr(self, name)[which] for name in names})

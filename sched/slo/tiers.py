@@ -1,4 +1,4 @@
-"""What best-effort requests cost the real-time ones beside them: time and memory (BROS)."""
+"""The cost of best-effort requests for the real-time ones beside them: time and memory (BROS)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NAMES = np.array([*(tier.name.lower() for tier in Tier), SHARED])
 def lengthening(step: Step, view: View, took: float) -> float:
     """Seconds by which best-effort requests lengthen a step for the real-time ones in it: `took`,
     its predicted time, less the predicted time of the real-time ones alone. If best-effort caches
-    are moved, all moves count as theirs. 0 if no best-effort request takes part. It is called when
-    the step is booked, while its rows are still those of its requests."""
+    are moved, all moves count as theirs. 0 if no best-effort request takes part. Called when the
+    step is booked, while its rows still belong to its requests."""
     tier, moved = view.table.tier, [op for op in step.plan.operations if not isinstance(op, Join)]
     alone = tier[step.rows] == Tier.REALTIME
     theirs = [step.rows, *(op.rows for op in moved)]
@@ -46,8 +46,8 @@ def _projected(step: Step, rows: np.ndarray) -> int:
 
 
 def blocks_used(pool: BlockPool, tier: np.ndarray) -> dict[tuple[str, str], int]:
-    """Used blocks by kind of cache, and by the holder's tier, or SHARED where a block is filled
-    from both ends. Each counts once. tier: by row of the table."""
+    """Used blocks by kind of cache, and by the holder's tier, or SHARED if a block is filled from
+    both ends. Each counts once. tier: by row of the table."""
     ids, rows = pool.holders()
     whose = np.where(np.isin(ids, pool.both_ends()), len(Tier), tier[rows])
     kinds = pool.kind[rows]
