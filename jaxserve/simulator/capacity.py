@@ -1,5 +1,5 @@
-"""The rate up to which a system attains its SLO: found on a grid of rates that grows and gets finer
-where the attainment falls through the levels asked for."""
+"""The rate up to which a system attains its SLO, found on a grid of rates that grows and gets finer
+where the attainment falls through the given levels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Grid:
     Attributes:
         steps: Points for each doubling of the rate.
         stride: Points by which the range tried grows at a time.
-        reach: Points that the range may grow from the first guess, either way.
+        reach: Most points by which the range may grow from the first guess, in each direction.
     """
 
     steps: int
@@ -43,7 +43,7 @@ class Grid:
 
         Returns:
             Ascending indices; empty once each level's crossing lies between two neighbours or out
-                of reach.
+            of reach.
         """
         if not found:
             return [start]
@@ -52,10 +52,10 @@ class Grid:
     def tried(
         self, attain: Attain, start: int, levels: Sequence[float]
     ) -> tuple[dict[int, float], list[int]]:
-        """Replays the search on what is known so far.
+        """Replays the search on the known points.
 
         Args:
-            attain: Attainment by index, None where it is not known yet.
+            attain: Attainment by index, None if unknown.
             start: Index of the first guess.
             levels: Attainments whose crossings are searched for.
 
@@ -92,7 +92,7 @@ FINE = Grid(steps=32, stride=32, reach=320)  # neighbours are 2.2% apart
 
 @dataclass(frozen=True)
 class Crossing:
-    """The rate where attainment falls below a level.
+    """The rate at which attainment falls below a level.
 
     Attributes:
         rate: Requests/s.
@@ -108,7 +108,7 @@ class Crossing:
         return f"{self.bound}{self.rate:.3g}"
 
     def times(self) -> str:
-        """As a factor."""
+        """The crossing as a factor."""
         return "unknown" if self.bound == "?" else f"{self}x"
 
 
@@ -132,13 +132,13 @@ def crossing(points: Mapping[float, float], level: float) -> Crossing:
 
 
 def ratio(above: Crossing, below: Crossing) -> Crossing:
-    """above / below; a bound if either is one."""
+    """above / below; a bound if either is a bound."""
     flipped = {"": "", "<": ">", ">": "<"}[below.bound]
     return Crossing(above.rate / below.rate, _joint((above.bound, flipped)))
 
 
 def mean(found: Sequence[Crossing]) -> Crossing:
-    """The mean rate; a bound if any of them is one."""
+    """The mean rate; a bound if any rate is a bound."""
     rate = sum(one.rate for one in found) / len(found)
     return Crossing(rate, _joint([one.bound for one in found]))
 

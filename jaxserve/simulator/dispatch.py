@@ -1,5 +1,5 @@
-"""Whether a simulation runs compiled (`compiled/`, with numba) or in Python
-(`replica/event_loop.py`), which is the reference: where both can, the outcome is the same."""
+"""Chooses whether a simulation runs compiled (`compiled/`, with numba) or in Python
+(`replica/event_loop.py`), which is the reference: if both can, the outcome is the same."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from jaxserve.simulator.workloads.workload import Workload
 
 COMPILING = "compiling the simulator's kernel, once: about half a minute"  # for commands to say
 
-# Requests that a process serves in Python, where they take as long as numba and the code take to
-# load: some 0.7 s.
+# Most requests for Python: serving them takes as long as loading numba and the code, about 0.7 s.
 _FEW = 500
 _MODULE = "jaxserve.simulator.compiled.run"
 _served = 0
 
-# A compiled spec says nothing about what a class of its own does in these.
+# A compiled spec does not cover overrides of these.
 _METHODS = {"plan", "ranking", "expected", "candidates", "cut", "compiled_spec"}
 
 
 class NotCompiled(ValueError):
-    """Why a simulation cannot run compiled, in a line."""
+    """A simulation cannot run compiled; the message says why in one line."""
 
 
 def form_of(policy: Policy) -> CompiledSpec:
@@ -46,7 +45,7 @@ def form_of(policy: Policy) -> CompiledSpec:
 
 
 def has_form(policy: Policy) -> bool:
-    """Whether the policy has a compiled spec that says all that it does."""
+    """Whether the policy has a compiled spec that covers everything it does."""
     try:
         form_of(policy)
     except NotCompiled:
@@ -64,16 +63,16 @@ def run(
     """Serves the workload, compiled or in Python.
 
     Args:
-        policies: One for each replica.
+        policies: One per replica.
         workload: The requests.
         setting: Where they are served.
-        traffic: What comes beside them, and when the run is cut off; in Python only.
-        options: How. compiled is True to insist on numba, False for Python, None for numba where
-            possible and worth its start-up time.
+        traffic: Additional traffic, and when the run is cut off; in Python only.
+        options: Execution options. compiled is True to insist on numba, False for Python, None for
+        numba if possible and worth its start-up time.
 
     Raises:
         NotCompiled: `options.compiled` is True and the simulation cannot run compiled.
-        InvalidPlan: A policy plans what cannot be booked, or makes no progress.
+        InvalidPlan: A policy's plan cannot be booked, or it makes no progress.
     """
     if options.compiled or (options.compiled is None and _pays(workload)):
         try:
@@ -85,7 +84,7 @@ def run(
 
 
 def _pays(workload: Workload) -> bool:
-    """Whether to load what is compiled, or it is loaded."""
+    """Whether loading the compiled code pays off, or it is loaded already."""
     global _served
     _served += len(workload)
     return _served > _FEW or _MODULE in sys.modules
@@ -96,7 +95,7 @@ def _run_compiled(
 ) -> Served:
     form = form_of(policy)
     assert isinstance(policy, UnifiedPolicy)
-    # A class derived from them may have a batch_time of its own.
+    # A derived class may override batch_time.
     if type(setting.cost_model) not in (LinearCostModel, InferMaxCostModel):
         raise NotCompiled("its cost model is none of the product's own")
     if setting.prefix_caching and setting.routing.finds:

@@ -1,4 +1,4 @@
-"""Numbers by tier and by class as lines of text, the same of a simulation and of a load test."""
+"""Numbers by tier and by class as lines of text, for simulations and load tests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ SLO_HEADER = ("SLO", "of TTFT", "of TBT", "of JCT", "of gap", "goodput/s")
 
 
 def group_lines(found: Mapping[str, Any], spread: Mapping[str, Any] | None = None) -> list[str]:
-    """A line per tier and per class, under a header; none where there is only one of either.
+    """A line per tier and per class, under a header; none if there is only one of either.
 
-    found: with `tiers` and `classes` as `metrics.split_metrics` has them. Attainment is a share of
-    the group's requests, goodput what attains its SLO a second, by a server's verdict. The gap is
-    the longest time between two tokens. spread: half the width of each number's interval, nested
-    like found, None for a number without.
+    found: has `tiers` and `classes`, see `metrics.split_metrics`. Attainment is a share of the
+        group's requests, goodput the requests per second that attain their SLO by a server's
+        verdict. The gap is the longest time between two tokens. spread: half the width of each
+        number's interval, nested like found, None for a number without.
     """
     rows = []
     for kind, key in (("tier", "tiers"), ("class", "classes")):

@@ -36,12 +36,12 @@ from jaxserve.simulator.simulate import flags, output, replay
 from jaxserve.simulator.simulate.runs import REFUSED, check_targets
 from jaxserve.simulator.simulate.workers import Workers
 
-# What the simulator's command has flags for beside.
+# Flags of the simulator's command that advise does not have.
 _NOT_ASKED = ("find", "attainment", "views", "plots", *output.FILES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
+    """The command line. Returns the exit code, see the module's docstring, or 130 for ^C."""
     parser = flag_parser()
     args = parser.parse_args(argv)
     problem = check(args)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def flag_parser() -> Parser:
-    """The parser; `check` what it gives."""
+    """The parser; pass its result to `check`."""
     parser = Parser(prog="jaxserve advise", description=__doc__)
     flags.add_policy(parser, None, "all that a server takes")
     flags.add_what_is_simulated(parser, system="needed without --replay")
@@ -61,7 +61,7 @@ def flag_parser() -> Parser:
 
 
 def check(args: argparse.Namespace) -> str:
-    """Which flags contradict each other, or are missing, in a line; "" if none are."""
+    """A line about flags that contradict each other, or are missing; "" if there are none."""
     problem = flags.check(args)
     if problem:
         return problem

@@ -13,18 +13,18 @@ from jaxserve.simulator.dispatch import has_form
 from jaxserve.simulator.simulate.spread import half_width, mean
 from jaxserve.simulator.simulate.sweep import Point
 
-ATTAINMENT, GOODPUT = 0.005, 0.01  # differences that make none: share of requests, of the goodput
+ATTAINMENT, GOODPUT = 0.005, 0.01  # negligible differences: in attainment, in goodput
 _QUANTILE = 1.96  # of the normal distribution, for 95%
 DEFAULT = SchedulerConfig.policy
 
 
 @dataclass(frozen=True)
 class Margin:
-    """By how much one policy is better than another.
+    """How much better one policy is than another.
 
     Attributes:
         attainment: Difference in the share of requests that attain their SLO.
-        half_width: Half of its 95% interval; None where it cannot be estimated.
+        half_width: Half of its 95% interval; None if it cannot be estimated.
         goodput: Difference in goodput, as a share of the better one's.
         goodput_half_width: Half of its 95% interval; None for one seed.
     """
@@ -36,7 +36,7 @@ class Margin:
 
     @property
     def matters(self) -> bool:
-        """Whether the two policies can be told apart."""
+        """Whether the two policies differ significantly."""
         return _apart(self.attainment, self.half_width, ATTAINMENT) or _apart(
             self.goodput, self.goodput_half_width, GOODPUT
         )
@@ -45,8 +45,8 @@ class Margin:
 def margin(one: Point, other: Point) -> Margin:
     """The margin of one point over another, seed by seed on the same requests.
 
-    Only seeds that both have count; a point whose seed does not matter has all of them. With a
-    single seed, the interval is over the run's requests, taken as independent.
+    Only common seeds count; a point whose seed does not matter has all of them. With a single seed,
+    the interval is over the run's requests, assumed to be independent.
     """
     count = min((len(p.outcomes) for p in (one, other) if p.seed_matters), default=1)
     ours, theirs = ([_numbers(point, seed) for seed in range(count)] for point in (one, other))
@@ -65,15 +65,15 @@ def margin(one: Point, other: Point) -> Margin:
 
 
 def score(point: Point) -> tuple[float, float]:
-    """Attainment, then goodput: the better policy has the larger."""
+    """Attainment, then goodput: the better policy has the higher score."""
     found = point.mean
     return found["slo_attainment"], found["goodput_per_s"] or 0.0
 
 
 def plainness(name: str) -> tuple[bool, bool, int, str]:
-    """Sort key among policies that are equally good; the smallest wins. The server's default comes
-    first, then settings of the unified scheduler, then policies with code of their own; variants
-    come after the policy that they vary."""
+    """Sort key among equally good policies; the smallest wins. The server's default comes first,
+    then settings of the unified scheduler, then policies with code of their own; variants come
+    after the policy that they vary."""
     return name != DEFAULT, not has_form(make_policy(name)), len(name), name
 
 
@@ -84,10 +84,10 @@ def _numbers(point: Point, seed: int) -> dict[str, float]:
 
 
 def _over_requests(one: Point, other: Point) -> float | None:
-    """Half the width of the interval of a difference between paired shares (McNemar).
+    """Half the width of the interval of the difference of paired shares (McNemar).
 
-    With b requests met by one only and c by the other only, of n, its variance is (b + c - (b -
-    c)^2 / n) / n^2. None where the requests are not the same.
+    With b of n requests met only by one and c only by the other, its variance is (b + c - (b - c)^2
+    / n) / n^2. None if the requests are not the same.
     """
     a, b = one.outcomes[0].attained, other.outcomes[0].attained
     if len(a) != len(b):

@@ -14,8 +14,8 @@ from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 
 SEVERAL, MORE = 6, 3  # policies in the second round, and in the last
-SEEDS = 3  # of the second round
-FACTORS = (0.8, 1.25)  # of the traffic
+SEEDS = 3  # in the second round
+FACTORS = (0.8, 1.25)  # multiples of the traffic's rate
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Advice:
     """The policy to take for some traffic, and how the others compare.
 
     Attributes:
-        best: The policy to take: the plainest of the last round's that are in `equal`.
-        points: All policies: the last round's, then the second's, then the rest with one seed; each
-            part the best first.
-        equal: The policies that cannot be told from the one with the highest score, which is among
-            them.
+        best: The policy to take: the plainest of `equal` in the last round.
+        points: All policies: the last round's, then the second's, then the rest with one seed; the
+        best first in each part.
+        equal: The policies that do not differ significantly from the one with the highest score,
+        including that one.
         elsewhere: The last round's policies at lower and higher rates, by rate in requests/s; empty
-            if the traffic has none.
-        refused: Why the others cannot serve the traffic, a line each.
+        if the traffic has none.
+        refused: Why the others cannot serve the traffic, one line each.
     """
 
     best: Point
@@ -44,7 +44,7 @@ def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
     """Compares the policies by successive halving.
 
     Args:
-        runs: One a policy, with the first seed.
+        runs: One per policy, with the first seed.
         seeds: Number of seeds in the last round.
         workers: Run the simulations.
 
@@ -75,7 +75,7 @@ def advise(runs: Sequence[Run], seeds: int, workers: Workers) -> Advice:
 def _attempt(
     run: Run, progress: Callable[[float], None] | None, compiling: Callable[[], None] | None
 ) -> Outcome | str:
-    """The run's outcome, or why there is none, in a line."""
+    """The run's outcome, or in one line why there is none."""
     try:
         return run.outcome(progress, compiling)
     except REFUSED as error:
@@ -83,7 +83,8 @@ def _attempt(
 
 
 def equals(points: Sequence[Point], among: Sequence[Point] | None = None) -> list[Point]:
-    """Those of `among`, by default the points, that cannot be told from the best of the points."""
+    """The points of `among`, by default all, that do not differ significantly from the best
+    point."""
     first = max(points, key=score)
     return [one for one in among or points if one is first or not margin(first, one).matters]
 
@@ -108,7 +109,7 @@ def _worst_last(point: Point) -> tuple[float, float, tuple[bool, bool, int, str]
 
 
 def _with(points: Sequence[Point], seeds: int, workers: Workers) -> list[Point]:
-    """The points with that many seeds in all, where seeds matter."""
+    """The points with `seeds` seeds in total, if seeds matter."""
     short = [one for one in points if one.seed_matters and len(one.outcomes) < seeds]
     if not short:
         return list(points)
@@ -145,7 +146,7 @@ def _at(source: Source, factor: float) -> Source | None:
 
 
 def _rate(source: Source) -> float | None:
-    """Requests/s of the trace itself; None if all come at once."""
+    """Requests/s of the trace itself; None if all requests come at once."""
     arrival = source.make_workload(0).arrival
     return float((len(arrival) - 1) / arrival[-1]) if len(arrival) > 1 and arrival[-1] else None
 

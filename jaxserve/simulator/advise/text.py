@@ -27,10 +27,10 @@ def report(advice: Advice) -> str:
 def as_json(advice: Advice) -> dict[str, Any]:
     """The advice, ready for JSON.
 
-    `policy`, `flags` and `why` are about the best policy. `within_noise`: policies that are as
-    good. `ranking`: every policy with its seeds, attainment, goodput, and how far its attainment is
-    behind the best's, with half of the interval. `rates`: attainments by policy at other rates.
-    `refused`: why other policies are left out.
+    `policy`, `flags` and `why` describe the best policy. `within_noise`: policies that are as good.
+        `ranking`: every policy with its seeds, attainment, goodput, and how far its attainment is
+        behind the best's, with half of the interval. `rates`: attainments by policy at other rates.
+        `refused`: why other policies are left out.
     """
     return {
         "policy": advice.best.run.policy,
@@ -47,7 +47,7 @@ def as_json(advice: Advice) -> dict[str, Any]:
 
 
 def serve_flags(point: Point) -> list[str]:
-    """The flags for a server that does what was simulated."""
+    """The flags for a server with the simulated settings."""
     run, limits = point.run, point.run.limits()
     flags = [f"--policy={run.policy}"]
     values = {
@@ -64,7 +64,7 @@ def serve_flags(point: Point) -> list[str]:
 
 
 def why(advice: Advice) -> str:
-    """One sentence on why this policy."""
+    """One sentence on why to choose this policy."""
     best, others = advice.best, [one for one in advice.equal if one is not advice.best]
     default = next((one for one in advice.points if one.run.policy == DEFAULT), None)
     base = default if default is not None and default is not best else _next(advice)
@@ -82,7 +82,7 @@ def why(advice: Advice) -> str:
 
 
 def _next(advice: Advice) -> Point | None:
-    """The best policy that can be told from the chosen one; if there is none, the next best."""
+    """The best policy that differs significantly from the chosen one; otherwise the next best."""
     apart = [one for one in advice.points if one not in advice.equal]
     others = apart or [one for one in advice.points if one is not advice.best]
     return others[0] if others else None
@@ -102,7 +102,7 @@ def _parts(best: Point, base: Point) -> str:
     gains = {
         named: ours[f"{name}_attainment"] - theirs[f"{name}_attainment"]
         for name, named in _TARGETS.items()
-        if ours[f"{name}_attainment"] is not None  # nobody has that target
+        if ours[f"{name}_attainment"] is not None  # no request has that target
     }
     target = max(gains, key=lambda name: gains[name])
     if gains[target] <= 0:
@@ -131,7 +131,7 @@ def _verdict(advice: Advice) -> str:
 
 
 def _other_rates(advice: Advice) -> Iterator[str]:
-    """Where another policy would be better."""
+    """Rates at which another policy would be better."""
     for rate, points in advice.elsewhere.items():
         good = equals(points)
         if advice.best.run.policy in [one.run.policy for one in good]:
@@ -167,7 +167,8 @@ def _table(advice: Advice) -> str:
 
 
 def _behind(found: Margin) -> list[str]:
-    """How far it is behind, compared on the same seeds only: others have other requests."""
+    """How far a policy is behind, compared on the same seeds only, since others have other
+    requests."""
     pairs = (
         (found.attainment, found.half_width),
         (found.goodput, found.goodput_half_width),

@@ -15,13 +15,13 @@ a_plane = kernel(blocks_a_plane)
 
 @kernel
 def new_blocks(settings: np.record, r: np.record, tokens: int) -> int:
-    """Free blocks that the request needs to hold so many tokens."""
+    """Free blocks that the request needs to hold this many tokens."""
     return max(a_plane(tokens, settings.block_size) - r.held - r.read, 0) * PLANES
 
 
 @kernel
 def whole_reserve(settings: np.record, r: np.record) -> int:
-    """Tokens for which the request gets room where it is not cut."""
+    """Tokens for which an uncut request gets room."""
     reserve = r.prompt_len + r.generated
     if settings.reserve == WHOLE:
         reserve = max(reserve, r.prompt_len + r.most_output - 1)

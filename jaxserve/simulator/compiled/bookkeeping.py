@@ -17,8 +17,8 @@ from jaxserve.simulator.compiled.state import Machine
 
 @kernel
 def book(m: Machine, settings: np.record, key: Keys) -> int:
-    """Books the preemptions and the batch that have been planned. Returns how many requests start,
-    or start again."""
+    """Books the planned preemptions and batch. Returns the number of requests that start, or start
+    again."""
     me = m.me[0]
     if settings.reuse:
         for i in range(me.chosen):
@@ -53,7 +53,7 @@ def book(m: Machine, settings: np.record, key: Keys) -> int:
 
 @kernel
 def _grow(m: Machine, settings: np.record) -> None:
-    """The batch gets its blocks."""
+    """Allocates the batch's blocks."""
     me, blocks = m.me[0], 0
     for i in range(me.chosen):
         r = m.requests[m.chosen[i]]
@@ -66,7 +66,7 @@ def _grow(m: Machine, settings: np.record) -> None:
 
 @kernel
 def _note_progress(m: Machine) -> None:
-    """As `Progress.note`; before the batch is booked."""
+    """`Progress.note`; before the batch is booked."""
     me = m.me[0]
     for i in range(me.chosen):
         r = m.requests[m.chosen[i]]
@@ -96,7 +96,7 @@ def _lose_cache(m: Machine, number: int) -> None:
 
 @kernel
 def _note_order(m: Machine) -> None:
-    """The order in which they are in the batch, single tokens first."""
+    """Records the order of requests in the batch, single tokens first."""
     me = m.me[0]
     for single in (True, False):
         for i in range(me.chosen):
@@ -108,8 +108,8 @@ def _note_order(m: Machine) -> None:
 
 @kernel
 def sample(m: Machine, settings: np.record) -> None:
-    """Requests with all known tokens in the cache sample one more, and are in flight. Those that
-    launch their last token release their blocks."""
+    """Requests with all known tokens in the cache sample another token, which is in flight. Those
+    whose last token is launched release their blocks."""
     me = m.me[0]
     if settings.reuse:
         for i in range(me.chosen):
@@ -135,15 +135,15 @@ def sample(m: Machine, settings: np.record) -> None:
 def receive(
     m: Machine, settings: np.record, key: Keys, side: int, count: int, token_times: np.ndarray
 ) -> None:
-    """The tokens of a step reach the host now. Tokens of requests that have ended are dropped.
+    """The tokens of a step reach the host. Tokens of requests that have ended are dropped.
 
     Args:
         m: The replica.
         settings: A record of SETTINGS.
         key: The policy's key.
         side: The row of `m.flying` with the step's requests.
-        count: How many these are.
-        token_times: Of all requests; filled in.
+        count: Number of these requests.
+        token_times: Token times of all requests; filled in.
     """
     me = m.me[0]
     stopped = requeued = firsts = in_time = ends = tokens = 0
@@ -178,7 +178,7 @@ def receive(
 
 @kernel
 def _learn(me: np.record, ends: int, tokens: int, firsts: int, in_time: int) -> None:
-    """As `routing.observe.Lately`."""
+    """`take_snapshot.Lately`."""
     if ends:
         me.mean_output, me.seen_outputs = lately(me.mean_output, me.seen_outputs, ends, tokens)
     if firsts:
@@ -198,8 +198,8 @@ def _end(m: Machine, settings: np.record, number: int) -> None:
 
 @kernel
 def _wait_again(m: Machine, settings: np.record, key: Keys, side: int, count: int) -> None:
-    """Updates waiting requests that have just received tokens: some have ended, the keys of others
-    have changed."""
+    """Updates waiting requests that have just received tokens: some have ended, and the keys of
+    others have changed."""
     for i in range(count):
         r = m.requests[m.flying[side, i]]
         if r.state == WAITING:

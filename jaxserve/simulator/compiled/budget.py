@@ -1,4 +1,4 @@
-"""What still fits into the batch in the making (`sched/unified/batch_budget.py`), in the compiled
+"""What still fits into the batch being planned (`sched/unified/batch_budget.py`), in the compiled
 simulation: one request at a time, with preemptions to make room."""
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def open_budget(m: Machine, settings: np.record) -> None:
 
 @kernel
 def fits_memory(m: Machine, settings: np.record, r: np.record, reserve: int) -> bool:
-    """Whether there are free blocks for a request. One that starts also needs a slot, and leaves
-    free the watermark and what others are promised, unless no other request holds cache.
+    """Whether there are free blocks for a request. A start also needs a slot, and leaves free the
+    watermark and the blocks promised to others, unless no other request holds a cache.
 
     Args:
         m: The replica.
@@ -66,7 +66,7 @@ def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int)
         m: The replica.
         settings: A record of SETTINGS.
         number: The request.
-        tokens: To compute.
+        tokens: Tokens to compute.
         reserve: Cache tokens that it gets room for.
     """
     me, r = m.me[0], m.requests[number]
@@ -90,7 +90,7 @@ def add(m: Machine, settings: np.record, number: int, tokens: int, reserve: int)
 @kernel
 def make_room(m: Machine, settings: np.record, number: int, reserve: int) -> bool:
     """Preempts running requests until the request fits: less urgent ones that are not in the batch,
-    the least urgent first. It may itself be the last of them.
+    the least urgent first, possibly itself last.
 
     Args:
         m: The replica.
@@ -123,7 +123,7 @@ def make_room(m: Machine, settings: np.record, number: int, reserve: int) -> boo
 
 @kernel
 def _would_fit(m: Machine, settings: np.record, r: np.record, reserve: int) -> bool:
-    """Whether a request that waits could start if all that may be preempted for it were."""
+    """Whether a waiting request could start if every possible preemption for it were made."""
     me = m.me[0]
     free, slots, i = me.blocks_left, me.slots_left, me.tail
     while i >= 0:
@@ -139,7 +139,7 @@ def _would_fit(m: Machine, settings: np.record, r: np.record, reserve: int) -> b
 
 @kernel
 def _preempt(m: Machine, settings: np.record, victim: int) -> None:
-    """Takes its cache away. Whoever is behind it starts later, but for policies that probe."""
+    """Takes its cache away. Requests behind it start later, except for policies that probe."""
     me, v = m.me[0], m.requests[victim]
     me.blocks_left += private(m, victim)
     me.undecided -= v.held * PLANES

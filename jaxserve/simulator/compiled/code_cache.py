@@ -10,14 +10,14 @@ from typing import IO
 
 from jaxserve.file_lock import lock
 
-KEPT = 8  # folders, the one in use included
-_USED, _MADE = "used.lock", "made.lock"  # held by those who use a folder; who compiles for it
+KEPT = 8  # directories, including the one in use
+_USED, _MADE = "used.lock", "made.lock"  # held by users of a directory; by the compiling process
 _held: list[IO[str]] = []
 
 
 def use(folder: Path) -> bool:
-    """Makes the directory if needed, and keeps it from being removed as long as this process lives.
-    False if nothing can be kept there."""
+    """Makes the directory if needed, and prevents its removal while this process lives. False if
+    nothing can be kept there."""
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def use(folder: Path) -> bool:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing has been compiled for it yet."""
+    """Whether nothing has been compiled into it yet."""
     return next(folder.rglob("*.nbc"), None) is None
 
 
@@ -62,7 +62,8 @@ def remove_old(folder: Path) -> None:
 
 
 def _is_one(folder: Path) -> bool:
-    """Whether it has such a name, and nothing else in it. NUMBA_CACHE_DIR is for others, too."""
+    """Whether it is such a directory, by name and content. NUMBA_CACHE_DIR is shared with
+    others."""
     if not re.fullmatch("[0-9a-f]{16}", folder.name) or not folder.is_dir():
         return False
     files = [path for path in folder.rglob("*") if not path.is_dir()]

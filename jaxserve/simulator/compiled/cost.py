@@ -1,4 +1,4 @@
-"""How long the compiled simulation's batches take: the cost models' own functions, compiled."""
+"""Batch times of the compiled simulation: the cost models' own functions, compiled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Linear(NamedTuple):
         coefficients: Seconds a layer, by the names of `Coefficients`.
         num_layers: Layers.
         overlapped: Whether copies to and from the host overlap the batch.
-        num_experts, experts_per_token: As in `LinearCostModel`.
+        num_experts, experts_per_token: See `LinearCostModel`.
     """
 
     coefficients: Prices
@@ -44,8 +44,8 @@ class Paper(NamedTuple):
 
     Attributes:
         linear: The linear part.
-        residual: Of the residual connection, see `InferMaxCostModel`.
-        attention_factor: On the attention terms of batches with several requests of a kind.
+        residual: Residual connection, see `InferMaxCostModel`.
+        attention_factor: Factor of attention terms for batches with several requests of a kind.
     """
 
     linear: Linear
@@ -60,8 +60,8 @@ class Costs(NamedTuple):
         paper: The model if is_paper; otherwise only its `linear` counts.
         is_paper: Whether the model is an `InferMaxCostModel`.
         rows, tokens: Sizes of the padding, empty for none.
-        decode_group, decode_chunk: As in `Padding`.
-        factors, bounds, host: As in `Scatter`, empty for none.
+        decode_group, decode_chunk: See `Padding`.
+        factors, bounds, host: See `Scatter`, empty for none.
         lots: int64 [2, LOTS], see `Scatter.lots`; empty for none.
     """
 
@@ -103,7 +103,7 @@ def features(m: Machine, costs: Costs) -> BatchFeatures:
             kv = _read_in_groups(m.scratch[:decodes], group, costs.decode_chunk)
     sampled = rows if sampling else 0
     prefills = me.chosen - decodes
-    none = (0, 0, 0, 0, 0, 0)  # hidden caches and what is moved
+    none = (0, 0, 0, 0, 0, 0)  # hidden caches and moves
     return BatchFeatures(tokens, padded, kv, decodes, quad, prefills, cached, *none, sampled, 0)
 
 
@@ -120,10 +120,10 @@ def prefill_time(costs: Costs, cached: int, length: int, chunk: int) -> float:
     """Seconds of the steps that compute the rest of a prompt (`sched/cost/reachability.py`).
 
     Args:
-        costs: Of a setting.
-        cached: Tokens that are there already.
-        length: Of the prompt.
-        chunk: Tokens of a step.
+        costs: Costs of a setting.
+        cached: Cached tokens.
+        length: Length of the prompt.
+        chunk: Tokens per step.
     """
     seconds = 0.0
     while cached < length:
@@ -168,7 +168,7 @@ def pace(costs: Costs, lot: int) -> float:
 
 @kernel
 def _next(sizes: np.ndarray, size: int) -> int:
-    """As `Padding` rounds up."""
+    """Rounds up like `Padding`."""
     place = 0
     while place < len(sizes) - 1 and sizes[place] < size:
         place += 1
@@ -177,7 +177,7 @@ def _next(sizes: np.ndarray, size: int) -> int:
 
 @kernel
 def _read_in_groups(lengths: np.ndarray, group: int, chunk: int) -> int:
-    """As `Padding.read`: sorted, each of a group as long as the longest, in whole chunks, the last
+    """`Padding.read`: sorted, each row of a group as long as the longest, in whole chunks, the last
     group full."""
     for i in range(1, len(lengths)):
         length, to = lengths[i], i

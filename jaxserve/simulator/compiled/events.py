@@ -22,7 +22,7 @@ def at(times: np.ndarray, heap: np.ndarray, place: np.ndarray, event: int, time:
         times: float64, by event; inf for never.
         heap: int64, events, each before its two children.
         place: int64, by event, its index in the heap.
-        event: Which one.
+        event: The event.
         time: Seconds; inf for never.
     """
     times[event] = time

@@ -1,5 +1,5 @@
-"""In front of the replicas in the compiled simulation: snapshots, their delivery to the routers,
-the routers' choices, and replicas that die. As `simulation/replica/router_front.py`."""
+"""The part in front of the replicas in the compiled simulation: snapshots, their delivery to the
+routers, the routers' choices, and failures of replicas. See `replica/router_front.py`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ lately = kernel(take_snapshot.lately)
 
 
 class _Asked(NamedTuple):
-    """As `RoutingRequest`, without prefixes."""
+    """`RoutingRequest` without prefixes."""
 
     prompt_len: int
     tier: int
@@ -66,7 +66,7 @@ def event_at(world: World, kind: int, index: int, time: float) -> None:
 
     Args:
         world: All state.
-        kind: Of `events.py`.
+        kind: Kind of event, of `events.py`.
         index: The replica.
         time: Seconds; inf for never.
     """
@@ -115,8 +115,8 @@ def timer(world: World, settings: np.record, kind: int, index: int, now: float) 
 
 @kernel
 def next_stranded(world: World, index: int) -> int:
-    """The next request of a dead replica that has to go elsewhere, NOTHING if there is none.
-    Requests that have a token, or went elsewhere before, fail."""
+    """The next request of a dead replica that has to be rerouted, NOTHING if there is none.
+    Requests that have a token, or were rerouted before, fail."""
     me, s = world.machines.me[index], world.known[index]
     s.dead = True
     s.first_sent = s.last_sent = NOTHING
@@ -132,7 +132,7 @@ def next_stranded(world: World, index: int) -> int:
 
 @kernel
 def send(world: World, index: int, number: int, now: float) -> None:
-    """The request's router notes where it sent it.
+    """Notes at the request's router where it was sent.
 
     Args:
         world: All state.
@@ -153,7 +153,7 @@ def send(world: World, index: int, number: int, now: float) -> None:
 
 @kernel
 def choose(world: World, settings: np.record, number: int, now: float) -> int:
-    """Routes a request, as `routing.routers`, whose indices count the router's own replicas only.
+    """Routes a request like `routing.routers`; indices count only the router's own replicas.
 
     Args:
         world: All state.
@@ -209,7 +209,7 @@ def _two_choices(world: World, router: np.record, first: int, step: int, there: 
         return one
     router.state = _drawn(router.state)
     nth = _below(router.state, there - 1)
-    # The draw before decided who is left out.
+    # The previous draw decided which replica is left out.
     other = _nth_up(world, first, step, nth)
     if other >= one:
         other = _nth_up(world, first, step, nth + 1)
@@ -228,7 +228,7 @@ def _nth_up(world: World, first: int, step: int, nth: int) -> int:
 
 @kernel
 def _hear(world: World, index: int) -> None:
-    """As `Fleet.hear`."""
+    """`Fleet.hear`."""
     s, n = world.known[index], world.published[index]
     while s.first_sent != NOTHING and world.requests[s.first_sent].sent <= n.time:
         s.first_sent = world.requests[s.first_sent].next_sent
@@ -244,7 +244,7 @@ def _hear(world: World, index: int) -> None:
 
 @kernel
 def _observe(world: World, settings: np.record, index: int, now: float) -> None:
-    """As `routing.observe.observe`."""
+    """`take_snapshot`."""
     me, n = world.machines.me[index], world.published[index]
     me.changed = False
     cached = 0
@@ -267,7 +267,7 @@ def _observe(world: World, settings: np.record, index: int, now: float) -> None:
 
 @kernel
 def _count(n: np.record, r: np.record, blocks: int) -> None:
-    """Adds to a snapshot what a request has to compute, and the blocks that it needs."""
+    """Adds to a snapshot a request's remaining work and the blocks that it needs."""
     tokens = r.prompt_len + r.generated - r.computed
     if r.generated > 0 and tokens == 1:
         tokens = 0  # it decodes

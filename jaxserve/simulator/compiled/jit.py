@@ -11,20 +11,20 @@ from numba.extending import overload
 from jaxserve.sched.cost import cost_model
 from jaxserve.sched.unified import policy_spec
 
-# Nothing is allocated, so no references are counted: with a dozen arrays handed on at each call
-# that was fifteen times the work.
+# Nothing is allocated, so references need not be counted: with a dozen arrays passed at each call
+# this was fifteen times the work.
 OPTIONS: dict[str, Any] = {"_nrt": False}
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """The function compiled with what calls it. It may neither allocate nor return arrays to
-    Python."""
+    """Compiles the function and the functions it calls. It may neither allocate nor return arrays
+    to Python."""
     return njit(forceinline=True, **OPTIONS)(function)
 
 
 @overload(policy_spec.where)
 def _where(condition: Any, then: Any, otherwise: Any) -> Any:
-    """Of numbers; NumPy's own would make an array."""
+    """`where` for numbers; NumPy's own would make an array."""
 
     def chosen(condition: Any, then: Any, otherwise: Any) -> Any:
         return then if condition else otherwise
@@ -34,7 +34,7 @@ def _where(condition: Any, then: Any, otherwise: Any) -> Any:
 
 @overload(cost_model.experts_read)
 def _experts_read(num_experts: Any, experts_per_token: Any, tokens: Any) -> Any:
-    """Of a number of tokens, by the same products as the table that others look into."""
+    """`experts_read` for a number of tokens, by the same products as the table used elsewhere."""
     no_matter = cost_model._NO_MATTER
 
     def read(num_experts: Any, experts_per_token: Any, tokens: Any) -> Any:

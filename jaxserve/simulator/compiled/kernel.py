@@ -32,35 +32,35 @@ from jaxserve.simulator.compiled.state import REQUEST, Rules, World
 
 _CONFIG: Any = numba.config
 KEY = types.float64(numba.from_dtype(REQUEST), types.int64)
-_DIRECTORY = "~/.cache/jaxserve/numba"  # where NUMBA_CACHE_DIR does not say otherwise
+_DIRECTORY = "~/.cache/jaxserve/numba"  # unless NUMBA_CACHE_DIR is set
 
 
-_serves: dict[types.Type, Any] = {}  # by that of the costs
+_serves: dict[types.Type, Any] = {}  # by the type of the costs
 
 
 def compiled_serve(
     world: World, rules: Rules, costs: Costs, compiling: Callable[[], None] | None
 ) -> Any:
-    """`loop.serve`, compiled for such arguments; the machine code is kept on disk.
+    """`loop.serve`, compiled for these arguments; the machine code is kept on disk.
 
-    numba considers its cache valid as long as the function's own file is unchanged. The code of
-    this one is in several files, so each state of them has its own cache directory. If that cannot
-    be written, nothing is kept.
+    numba considers its cache valid as long as the function's own file is unchanged. This function's
+    code is in several files, so each state of them has its own cache directory. If that cannot be
+    written, nothing is kept.
 
     Args:
-        world: All state.
-        rules: What never changes.
+        world: The whole state.
+        rules: Constants of the simulation.
         costs: The cost model.
         compiling: Called when numba begins to compile.
     """
-    # All worlds and rules are of one type, and numba takes as long to find it as to serve some
-    # hundred requests.
+    # All worlds and rules have one type, and numba takes as long to determine it as to serve
+    # several hundred requests.
     kind = numba.typeof(costs)
     if kind not in _serves:
         kinds = (numba.typeof(world), numba.typeof(rules), kind)
         directory = Path(_CONFIG.CACHE_DIR or _DIRECTORY).expanduser() / _digest()
         keeps = code_cache.use(directory)
-        # One of several processes compiles, and the others take what it keeps.
+        # One of several processes compiles, and the others load the result.
         alone = code_cache.only_one(directory) if keeps and code_cache.is_empty(directory) else None
         watch = _Watch(compiling)
         with install_listener("numba:compile", watch):
@@ -73,7 +73,7 @@ def compiled_serve(
 
 
 class _Watch(Listener):
-    """Whether anything is compiled, rather than read."""
+    """Notices whether anything is compiled, rather than loaded."""
 
     def __init__(self, compiling: Callable[[], None] | None) -> None:
         self.compiled = False
@@ -110,7 +110,7 @@ def compiled_key(key: Key, lapse: Lapse | None = None) -> Any:
     parts = (key,) if lapse is None else (key, lapse.lead, lapse.later)
     if not all(map(inspect.isfunction, parts)):
         raise TypeError("it is no plain function")
-    # What they find outside is compiled into them: that may be another value by the next run.
+    # Values of outer names are compiled into them, and may differ in the next run.
     values = tuple(
         (name, type(value), value)
         for found in map(inspect.getclosurevars, parts)
@@ -118,13 +118,13 @@ def compiled_key(key: Key, lapse: Lapse | None = None) -> Any:
     )
     try:
         return _compiled_key(parts, values)
-    except TypeError:  # a value that cannot be looked up, such as an array
+    except TypeError:  # an unhashable value, such as an array
         return _compiled_key.__wrapped__(parts, values)
 
 
 @lru_cache
 def _compiled_key(parts: tuple[Key, ...], values: tuple[Any, ...]) -> Any:
-    # A division by 0 is inf or nan, as NumPy has it.
+    # A division by 0 gives inf or nan, as in NumPy.
     numbers = [njit(error_model="numpy")(part) for part in parts]
     due, lead, later = numbers if len(numbers) > 1 else numbers * 3
 

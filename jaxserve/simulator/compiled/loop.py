@@ -46,11 +46,11 @@ def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> in
     """Runs the simulation until it is done or has to return to Python.
 
     Args:
-        world: All state.
-        rules: What never changes.
+        world: The whole state.
+        rules: Constants of the simulation.
         costs: The cost model.
         key: The policy's key.
-        until: Pause once so many requests have arrived.
+        until: Pause once this many requests have arrived.
 
     Returns:
         DONE if all requests have ended, PAUSED at `until`, FULL if the arrays are too small, STUCK
@@ -118,7 +118,7 @@ def _place(world: World, rules: Rules, costs: Costs, key: Keys, number: int, now
 
 @kernel
 def _again(r: np.record) -> None:
-    """What its dead replica did for it is gone."""
+    """Discards what its dead replica did for the request."""
     r.again, r.decided, r.state = True, False, WAITING
     r.computed = r.generated = r.held = r.growth = r.lost_from = r.losses = r.losses_since = 0
     r.pages = r.found = r.hit = 0
@@ -174,7 +174,7 @@ def _arrive(m: Machine, rules: Rules, costs: Costs, key: Keys, number: int, now:
 
 @kernel
 def _reach(m: Machine, settings: np.record, costs: Costs, number: int) -> None:
-    """As `Scheduler.reachable`: targets are compared with what is not found of the prompt."""
+    """`Scheduler.reachable`: targets are compared with the uncached rest of the prompt."""
     r = m.requests[number]
     find(m, settings, number)
     cached, seconds = r.found * settings.block_size, r.alone
@@ -239,7 +239,7 @@ def _launch(
     record.kv_used = (settings.num_blocks - me.free) * settings.block_size // 2
     record.preemptions, record.num_hidden = me.gone, 0
     record.num_recomputed = me.again
-    record.saved_slots = record.loaded_slots = 0  # the family moves no caches
+    record.saved_slots = record.loaded_slots = 0  # these policies move no caches
     record.num_shared = me.shared
     me.gone = 0
     me.side = 1 - me.side

@@ -1,10 +1,10 @@
-"""The policy's order in the compiled simulation: which request is before which, and the two sorted
-lists, of running and of waiting requests.
+"""The policy's order in the compiled simulation: which of two requests comes first, and the sorted
+lists of running and of waiting requests.
 
-As in `unified.ranking`: by key, then by arrival. Where preempted requests wait at the head
-(requeue), running requests are before waiting ones. Running requests are then by arrival, and by
-their place in their last batch; of the waiting ones the preempted come first, the latest of them at
-the head.
+As in `unified.ranking`: by key, then by arrival. If preempted requests wait at the head (requeue),
+running requests come before waiting ones. Running requests are then ordered by arrival, and by
+their place in their last batch; of the waiting ones the preempted come first, starting with the
+latest.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.simulator.compiled.jit import kernel
 from jaxserve.simulator.compiled.pages import find
 from jaxserve.simulator.compiled.state import Machine
 
-# Of a `CompiledSpec`: its key, and of its lapse the lead and the later key.
+# Parts of a `CompiledSpec`: its key, and the lead and the later key of its lapse.
 DUE, LEAD, LATER = range(3)
 Keys = Callable[[Any, int], float]
 
@@ -40,7 +40,7 @@ def before(a: np.record, b: np.record) -> bool:
 @kernel
 def refresh(m: Machine, settings: np.record, key: Keys) -> None:
     """Updates the order: sorts the running requests, which are nearly sorted already, notes which
-    of them decode, and moves waiting requests that find something else or whose keys have
+    of them decode, and moves waiting requests whose cached prefix has changed or whose keys have
     lapsed."""
     requests, running = m.requests, m.running
     if settings.reuse and m.me[0].moved:
@@ -91,7 +91,7 @@ def wait(m: Machine, settings: np.record, key: Keys, number: int) -> None:
 
 @kernel
 def _note_found(m: Machine, settings: np.record, key: Keys) -> None:
-    """What waiting requests would find counts as computed."""
+    """Counts cached prefixes of waiting requests as computed."""
     me, count = m.me[0], 0
     for i in range(me.first, me.end):
         number = m.waiting[i]
@@ -147,7 +147,7 @@ def _take_place(m: Machine, number: int) -> None:
 
 @kernel
 def _insert(m: Machine, place: int, number: int) -> None:
-    """Moves those before or behind the place, whichever are fewer."""
+    """Moves the requests before or behind the place, whichever are fewer."""
     me, waiting = m.me[0], m.waiting
     if me.first == 0 or me.end == len(waiting):
         place += _centre(m)
@@ -165,7 +165,7 @@ def _insert(m: Machine, place: int, number: int) -> None:
 
 @kernel
 def _centre(m: Machine) -> int:
-    """Gives the list as much room before as behind it. By how much it moves."""
+    """Centres the list in its array. Returns the shift."""
     me, count = m.me[0], m.me[0].end - m.me[0].first
     first = (len(m.waiting) - count) // 2
     moved = first - me.first
@@ -177,7 +177,7 @@ def _centre(m: Machine) -> int:
 
 @kernel
 def leave_waiting(m: Machine, until: int) -> None:
-    """Takes those that do not wait any more off the list; all of them are before `until`."""
+    """Removes requests that no longer wait from the list; all of them are before `until`."""
     me, waiting = m.me[0], m.waiting
     to = until
     for i in range(until - 1, me.first - 1, -1):
@@ -189,7 +189,7 @@ def leave_waiting(m: Machine, until: int) -> None:
 
 @kernel
 def leave_running(m: Machine, running_state: int) -> None:
-    """Takes those that are not in that state any more off the list."""
+    """Removes requests that are no longer in that state from the list."""
     me, running, to = m.me[0], m.running, 0
     for i in range(me.running):
         if m.requests[running[i]].state == running_state:

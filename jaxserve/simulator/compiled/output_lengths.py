@@ -22,7 +22,7 @@ def expected_peak(m: Machine, r: np.record) -> int:
 
 @kernel
 def learn(m: Machine, length: int, cut: bool) -> None:
-    """As `OutputLengths.add`."""
+    """`OutputLengths.add`."""
     index = m.bin_of[length]
     for i in range(len(m.reached)):
         m.reached[i] *= DECAY
@@ -37,7 +37,7 @@ def learn(m: Machine, length: int, cut: bool) -> None:
 
 @kernel
 def _expect(m: Machine) -> None:
-    """The mean length of the outputs that get as far as each bin, as `OutputLengths` has it."""
+    """The mean length of the outputs that reach each bin, as in `OutputLengths`."""
     at_risk = mean = 0.0
     for i in range(len(m.reached) - 1, -1, -1):
         if m.reached[i] > 0.0:

@@ -1,10 +1,10 @@
-"""Blocks that are found again, in the compiled simulation: `sched/cache/prefix_cache.py`, and what
-`BlockPool` does with it.
+"""The prefix cache in the compiled simulation: `sched/cache/prefix_cache.py`, and its use by
+`BlockPool`.
 
 All keys are known before a run, so a page is a number (`BlockKeys`), or 0 for the head of a list.
-Policies of the unified family take the whole cache away or none of it. So the blocks of one that
-runs begin with pages, as far as their tokens are known, and all others are its own; whoever reads a
-page reads all before it; and pages that nobody reads are in the order in which they go.
+Unified policies take away the whole cache or none of it. So the blocks of a running request begin
+with pages, as far as their tokens are known, and all others are its own; a request that reads a
+page reads all before it; and pages that nobody reads are in order of eviction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jaxserve.simulator.compiled.state import Machine
 
 @kernel
 def _owner(m: Machine, number: int, index: int) -> int:
-    """Who was the first to have the request's block of that number: itself, or who it begins as."""
+    """The first request with this block of the request: itself, or the one whose prefix it
+    shares."""
     while index < m.requests[number].common:
         number = m.requests[number].parent
     return number
@@ -52,7 +53,7 @@ def find(m: Machine, settings: np.record, number: int) -> None:
 
 @kernel
 def several(m: Machine, number: int, count: int) -> int:
-    """How many of the request's first `count` pages several read; these come first."""
+    """How many of the request's first `count` pages have several readers; these come first."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -65,14 +66,14 @@ def several(m: Machine, number: int, count: int) -> int:
 
 @kernel
 def private(m: Machine, number: int) -> int:
-    """Blocks that nobody else holds."""
+    """Blocks that only this request holds."""
     r = m.requests[number]
     return (r.held - several(m, number, r.pages)) * PLANES
 
 
 @kernel
 def pin(m: Machine, settings: np.record, number: int) -> None:
-    """A waiting request starts, and reads what it finds.
+    """A waiting request starts, and reads the pages that it finds.
 
     Args:
         m: The replica.
@@ -91,7 +92,8 @@ def pin(m: Machine, settings: np.record, number: int) -> None:
 
 @kernel
 def release(m: Machine, number: int) -> None:
-    """Releases all blocks of a request. Pages stay until their room is wanted, the last first."""
+    """Releases all blocks of a request. Pages stay until their room is needed, the last is evicted
+    first."""
     me, r, owner = m.me[0], m.requests[number], number
     me.free += (r.held - r.pages) * PLANES
     for index in range(r.pages - 1, -1, -1):
@@ -113,13 +115,13 @@ def release(m: Machine, number: int) -> None:
 
 @kernel
 def register(m: Machine, settings: np.record, number: int, swap: bool) -> None:
-    """The full blocks of one that runs are found from now on, as far as their tokens are known.
+    """Registers a running request's full blocks as pages, as far as their tokens are known.
 
     Args:
         m: The replica.
         settings: A record of SETTINGS.
         number: The request.
-        swap: Whether it gives a block back where another one holds the same. Not before the step
+        swap: Whether it gives a block back if another one has the same content. Not before the step
             that fills it has been launched; the rest then has to wait, too.
     """
     me, r = m.me[0], m.requests[number]
@@ -140,7 +142,7 @@ def register(m: Machine, settings: np.record, number: int, swap: bool) -> None:
 
 @kernel
 def evict(m: Machine, blocks: int) -> None:
-    """Forgets pages that nobody reads, the one read least lately first, until so many more blocks
+    """Evicts pages that nobody reads, the least recently read first, until this many more blocks
     are free."""
     me = m.me[0]
     while blocks > 0:
@@ -171,6 +173,6 @@ def _leave_list(m: Machine, page: np.record) -> None:
 
 @kernel
 def _tell(me: np.record, page: np.record) -> None:
-    """The page comes or goes: somebody who waits may find more, or less."""
+    """The page comes or goes: waiting requests may find more, or less."""
     if page.watched:
         me.moved, page.watched = True, False

@@ -41,7 +41,7 @@ def plan(m: Machine, settings: np.record, groups: np.ndarray) -> None:
 
 @kernel
 def _phase_of_first(m: Machine, group: np.record) -> int:
-    """Of the most urgent of the group; any if it is empty."""
+    """The phase of the group's most urgent request; any phase if it is empty."""
     me = m.me[0]
     waits = group.waiting and me.first < me.end
     for i in range(me.running):
@@ -58,7 +58,7 @@ def _phase_of_first(m: Machine, group: np.record) -> int:
 
 @kernel
 def _is_member(r: np.record, group: np.record, phase: int) -> bool:
-    """Whether one that runs is in the group, and in the phase."""
+    """Whether a running request is in the group, and in the phase."""
     if r.decoding:
         return group.decode and phase != PREFILLS
     return group.prefill and phase != DECODES
@@ -69,7 +69,7 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
     """Adds members of the group in order, as far as they fit."""
     me = m.me[0]
     runs, waits = 0, me.first
-    # Who waits decodes at once if all but the last token is found.
+    # A waiting request decodes at once if all but its last token is cached.
     queue = group.waiting and (phase != DECODES or settings.reuse)
     passes = settings.probing and settings.reserve != CHUNK and not settings.reuse
     while me.rows_left > 0 and me.batch_left > 0:
@@ -95,7 +95,7 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
             waits += 1
             more_room = me.undecided if group.preempts else 0
             if passes and m.needs[number] > me.blocks_left + more_room:
-                continue  # it would be looked at and passed over
+                continue  # it would be considered and skipped
         else:
             break
         _consider(m, settings, number, group.preempts)
@@ -105,7 +105,7 @@ def _fill(m: Machine, settings: np.record, group: np.record, phase: int) -> None
 
 @kernel
 def _consider(m: Machine, settings: np.record, number: int, preempts: bool) -> None:
-    """Puts a request into the batch, whole or cut, if it fits or can be made to."""
+    """Adds a request to the batch, whole or cut, if it fits or can be made to."""
     me, r = m.me[0], m.requests[number]
     tokens = r.prompt_len + r.generated - r.computed
     reserve = whole_reserve(settings, r)
@@ -136,7 +136,7 @@ def _consider(m: Machine, settings: np.record, number: int, preempts: bool) -> N
 
 @kernel
 def _may_join(m: Machine, r: np.record) -> bool:
-    """Whether it is not ruled out by what has happened in this plan."""
+    """Whether nothing that has happened in this plan rules it out."""
     me = m.me[0]
     if r.decided or not (me.prefills or r.decoding):
         return False
@@ -149,7 +149,7 @@ def _may_join(m: Machine, r: np.record) -> bool:
 def _joins(
     m: Machine, settings: np.record, number: int, tokens: int, reserve: int, preempts: bool
 ) -> bool:
-    """Adds a prefill that was cut to what C and P leave, if there is memory for it."""
+    """Adds a prefill, cut to what C and P leave, if there is memory for it."""
     r = m.requests[number]
     while not fits_memory(m, settings, r, reserve):
         if not (preempts and make_room(m, settings, number, reserve)) or r.decided:
@@ -160,6 +160,6 @@ def _joins(
 
 @kernel
 def _pass_over(m: Machine, settings: np.record, r: np.record) -> None:
-    """It found no memory, or no slot."""
+    """The request found no memory, or no slot."""
     if r.waiting and not settings.probing:
         m.me[0].barrier = NOBODY

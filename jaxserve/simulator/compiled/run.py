@@ -50,7 +50,7 @@ from jaxserve.simulator.workloads.workload import Workload
 
 NO_CAPACITY = np.iinfo(np.int64).max
 _FIRST_LIVE, _FIRST_BATCHES = 256, 4096
-_PAUSES = 200  # for the progress
+_PAUSES = 200  # to report progress
 
 
 class NotCompilable(ValueError):
@@ -85,12 +85,12 @@ def run(
         key: `key_of` the form.
         workload: The requests.
         setting: Where they are served.
-        progress: progress(n) is called when n more requests have come.
+        progress: progress(n) is called when n more requests have arrived.
         compiling: Called when numba begins to compile.
-        reuse: Whether blocks are found again.
+        reuse: Whether blocks are reused.
 
     Raises:
-        InvalidPlan: The policy plans nothing where it could, or makes no progress.
+        InvalidPlan: The policy plans nothing although it could, or makes no progress.
     """
     rules, costs = _rules(policy, form, setting), _costs(setting)
     chunk = policy.prefill_limit(setting.limits)
@@ -192,7 +192,7 @@ def _scatter(setting: Setting) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.n
 def _world(
     workload: Workload, setting: Setting, given: np.ndarray | None, chunk: int, *, knows: bool
 ) -> World:
-    """chunk: as `Alone.from_lengths` has it."""
+    """chunk: see `Alone.from_lengths`."""
     count, replicas = len(workload), setting.replicas
     requests = _requests(workload, setting, knows=knows)
     _set_targets(requests, workload, setting, chunk)
@@ -206,7 +206,7 @@ def _world(
     machines["slow"] = machines["slowdown"] = machines["pace"] = machines["attainment"] = 1.0
     machines["draw"] = [seeded(setting.seed, setting.routing.routers + i) for i in range(replicas)]
     machines["lot"] = [first_lot(i) for i in range(replicas)]
-    longest = int(workload.output_len.max()) + 2  # with what may be computed for nothing
+    longest = int(workload.output_len.max()) + 2  # including tokens computed in vain
     every = Machine(
         requests,
         machines,
@@ -233,17 +233,17 @@ def _world(
 
 
 def _with_pages(world: World, keys: BlockKeys) -> World:
-    """A world that begins, with what can be found in it."""
+    """The initial world with pages for prefix caching."""
     requests, machines = world.requests, world.machines
     requests["parent"], requests["common"] = keys.parent, keys.common
     requests["base"] = keys.base + 1  # page 0 is the head of a list
-    # As no page is touched before it is known, those of other replicas take no memory.
+    # Pages take memory only once they are touched, so unused ones of other replicas take none.
     pages = np.zeros((len(machines.me), keys.count + 1), PAGE)
     return world._replace(machines=machines._replace(pages=pages))
 
 
 def _front(setting: Setting) -> dict[str, np.ndarray]:
-    """Of a world that begins, what is before its replicas."""
+    """The initial state in front of the replicas."""
     count = setting.replicas
     known, published = np.zeros(count, KNOWN), np.zeros(count, SNAPSHOT)
     known["first_sent"] = known["last_sent"] = NOTHING
@@ -274,7 +274,7 @@ def _front(setting: Setting) -> dict[str, np.ndarray]:
 
 
 def _requests(workload: Workload, setting: Setting, *, knows: bool) -> np.ndarray:
-    """knows: whether the policy knows how much each will write."""
+    """knows: whether the policy knows output lengths."""
     requests = np.zeros(len(workload), REQUEST)
     requests["arrival"] = requests["last_token"] = workload.arrival
     for name in ("prompt_len", "output_len", "tier", "greedy"):
@@ -287,7 +287,7 @@ def _requests(workload: Workload, setting: Setting, *, knows: bool) -> np.ndarra
 
 
 def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chunk: int) -> None:
-    """As `RequestTable.add` does."""
+    """Sets the targets like `RequestTable.add`."""
     padding, cost = setting.padding, setting.cost_model
 
     def step_time(batch: BatchFeatures) -> Any:
@@ -306,7 +306,7 @@ def _set_targets(requests: np.ndarray, workload: Workload, setting: Setting, chu
 
 
 def _larger(world: World) -> World:
-    """The same with room for twice as many live requests and batches."""
+    """The world with room for twice as many live requests and batches."""
     lists = ("running", "waiting", "chosen", "victims", "flying", "scratch", "log")
     arrays = {name: getattr(world.machines, name) for name in lists}
     twice = {n: np.concatenate([a, np.zeros_like(a)], axis=-1) for n, a in arrays.items()}

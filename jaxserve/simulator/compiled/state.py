@@ -1,7 +1,7 @@
 """The state of the compiled simulation, as arrays of records.
 
-A request is known by its number in the workload, and stays in one record. Blocks are only counted,
-but for those that are found again (`pages.py`): these policies do not move caches.
+A request is named by its number in the workload, and stays in one record. Blocks are only counted,
+except for pages of the prefix cache (`pages.py`): these policies do not move caches.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ NOTHING = -1  # in flight
 
 
 class Rules(NamedTuple):
-    """What never changes in a simulation.
+    """Constants of a simulation.
 
     Attributes:
         settings: One record of SETTINGS, [1].
@@ -177,8 +177,8 @@ class Rules(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The state of one replica, or in `World.machines` of all of them, whose arrays have an axis of
-    replicas before the others where it is not said to be the same for all.
+    """The state of one replica, or in `World.machines` of all of them, whose arrays then have a
+    leading axis of replicas unless they are the same for all.
 
     Attributes:
         requests: [n], records of REQUEST, the same for all.
@@ -193,7 +193,7 @@ class Machine(NamedTuple):
         log: Batches so far, records of BATCH.
         reached, ended, mean, expected: By bin of output lengths, see
             `sched/state/output_lengths.py`.
-        bins_above, bin_of: By length, likewise; the same for all.
+        bins_above, bin_of: The same by length; for all replicas.
         pages: Records of PAGE, by number; one without prefix caching.
     """
 
@@ -218,7 +218,7 @@ class Machine(NamedTuple):
 
 
 class World(NamedTuple):
-    """All state of a simulation. Arrays are by replica unless noted.
+    """The whole state of a simulation. Arrays are by replica unless noted.
 
     Attributes:
         requests: [n], records of REQUEST.
@@ -226,10 +226,10 @@ class World(NamedTuple):
         cursor: [1], a record of CURSOR.
         routers: By router, records of ROUTER.
         known: What the routers know, records of KNOWN.
-        published: Snapshots under way, records of SNAPSHOT.
+        published: Snapshots in flight, records of SNAPSHOT.
         faults: Records of FAULTS.
         event_times, event_heap, event_place: By event, see `events.py`.
-        machines: Of all replicas.
+        machines: Those of all replicas.
     """
 
     requests: np.ndarray

@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 def write_trace(result: SimulationResult, path: Path, about: Mapping[str, Any]) -> None:
-    """Writes the trace as a JSON object, an event per line. about: what was simulated, kept in its
+    """Writes the trace as a JSON object, an event per line. about: what was simulated, stored as
     `otherData`. ValueError if the result has no rows (`record_rows`)."""
     events = trace_events(result)
     head = json.dumps({"displayTimeUnit": "ms", "otherData": dict(about)})
@@ -36,9 +36,9 @@ def write_trace(result: SimulationResult, path: Path, about: Mapping[str, Any]) 
 def trace_events(result: SimulationResult) -> Iterator[Event]:
     """A process per replica, with a track of its steps and a counter of the cache it uses, in
     tokens; and one process with a track per request: the request, from arrival to last token, and
-    within it when it was queued, prefilled (again, after a preemption), decoded, and preempted; of
-    a refused one, only that. Times in microseconds. For results with `record_rows`: ValueError
-    without."""
+    within it when it was queued, prefilled (again, after a preemption), decoded, and preempted; for
+    a refused one, only that. Times in microseconds. For results with `record_rows`; ValueError
+    otherwise."""
     if result.rows is None:
         raise ValueError("a trace needs a simulation with record_rows")
     replicas = len(result.rows)
@@ -55,7 +55,7 @@ def _steps(result: SimulationResult, replica: int) -> Iterator[Event]:
         return
     start = _nanoseconds(batches.start[mine])
     end = _nanoseconds(batches.start[mine] + batches.duration[mine])
-    end[:-1] = np.minimum(end[:-1], start[1:])  # a nanosecond that rounding may add
+    end[:-1] = np.minimum(end[:-1], start[1:])  # rounding may add a nanosecond
     shapes = {
         "tokens": batches.num_tokens,
         "decodes": batches.num_decodes,
@@ -108,13 +108,13 @@ def _requests(result: SimulationResult, process: int) -> Iterator[Event]:
 
 
 def request_phases(result: SimulationResult) -> list[list[tuple[str, float]]]:
-    """What became of each request: phases with the time at which each begins, seconds, ascending;
+    """The history of each request: phases with the time at which each begins, seconds, ascending;
     the first begins with its arrival, the last ends with its last token, or where the run was cut
     off."""
     assert result.rows is not None
     finish = result.requests.left.tolist()
     phases = [[(QUEUED, arrival)] for arrival in result.requests.arrival.tolist()]
-    computed = [0.0] * len(phases)  # when the last chunk of each was
+    computed = [0.0] * len(phases)  # time of each request's last chunk
     for replica, rows in enumerate(result.rows):
         mine = result.batches.replica == replica
         start = result.batches.start[mine]
@@ -126,7 +126,7 @@ def request_phases(result: SimulationResult) -> list[list[tuple[str, float]]]:
             who = zip(batch.requests.tolist(), batch.decoding.tolist(), strict=True)
             for number, decoding in who:
                 if begin >= finish[number]:
-                    continue  # its last token was still on its way
+                    continue  # its last token was still in flight
                 phase = phases[number][-1][0]
                 if not decoding:
                     computed[number] = stop
@@ -139,7 +139,7 @@ def request_phases(result: SimulationResult) -> list[list[tuple[str, float]]]:
 
 
 def _nanoseconds(seconds: np.ndarray) -> np.ndarray:
-    """Whole ones, so that what meets, meets."""
+    """Whole nanoseconds, so that adjacent times are equal."""
     return np.rint(seconds * 1e9).astype(np.int64)
 
 

@@ -45,14 +45,14 @@ def draw_all(
 
     Args:
         folder: Where they go; made if missing.
-        summaries: One a run: `policy`, `rate` and what `SimulationResult.summary` gives.
+        summaries: One per run: `policy`, `rate` and the values of `SimulationResult.summary`.
         results: (name, result) of the same runs. A name is "policy" or "policy at rate".
         views: Names of VIEWS; None for all but the schedules. Attainment is drawn only over several
-            rates.
-        spread: Of the attainment, see `attainment`.
+        rates.
+        spread: Spread of the attainment, see `attainment`.
 
     Raises:
-        ValueError: A view is unknown, or a schedule too large to be seen.
+        ValueError: A view is unknown, or a schedule too large to be drawn.
     """
     check_views(views)
     wanted = list(views or ("attainment", "cdf", "kv"))
@@ -86,9 +86,9 @@ def check_views(views: Sequence[str] | None) -> None:
 def attainment(
     summaries: Sequence[dict[str, Any]], spread: Sequence[float | None] | None = None
 ) -> Figure:
-    """Share of requests within their SLO, in percent, against the request rate, requests a second;
-    a line per policy. summaries: as in `draw_all`. spread: half the width of each one's interval,
-    drawn as a bar; None for those without."""
+    """Share of requests within their SLO, in percent, against the request rate per second; a line
+    per policy. summaries: see `draw_all`. spread: half the width of each point's interval, drawn as
+    a bar; None for none."""
     figure = Figure(figsize=(6.4, 4.0), layout="constrained")
     axes = figure.subplots()
     bars = [None] * len(summaries) if spread is None else spread
@@ -101,7 +101,7 @@ def attainment(
         if not points:
             continue
         rates, percent, around = zip(*points, strict=True)
-        # Lines that coincide stay visible: the later, the thinner.
+        # Coinciding lines stay visible, since later ones are thinner.
         width, size = max(0.9, 3.4 - 0.8 * i), max(3.0, 10.0 - 2.0 * i)
         look: dict[str, Any] = {"marker": _MARKERS[i % len(_MARKERS)], "lw": width, "ms": size}
         ends = around if any(around) else None
@@ -114,8 +114,8 @@ def attainment(
 
 
 def cdfs(results: Results) -> Figure:
-    """Distributions of TTFT and of all times between tokens, in seconds on log axes: a colour a
-    policy, a dash a rate."""
+    """Distributions of TTFT and of all times between tokens, in seconds on log axes: a colour per
+    policy, a dash style per rate."""
     figure = Figure(figsize=(10.8, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name, result in results:
@@ -161,10 +161,10 @@ def kv_over_time(results: Results) -> Figure:
 
 def schedule(result: SimulationResult, title: str = "", replica: int = 0) -> Figure:
     """Requests x batches as in InferMax Figure 15: dark where a request prefills (or is refilled),
-    grey where it decodes, red where it loses its cache, with the tokens of a prefill written in
-    where there is room; below, the KV cache in use. For results with `record_rows`.
+    grey where it decodes, red where it loses its cache, with the tokens of a prefill as text if
+    there is room; below, the KV cache in use. For results with `record_rows`.
 
-    ValueError if who was in the batches was not recorded, or there are too many to be seen.
+    ValueError if rows were not recorded, or there are too many to be drawn.
     """
     if result.rows is None:
         raise ValueError("the schedule view needs a simulation with record_rows")
@@ -218,13 +218,13 @@ def block_pool(
     columns: int = 64,
 ) -> Figure:
     """The block pool at some moments, a box per block: filled from the left or the right end as far
-    as its slots are in use, a paler tint where they are not, grey where nobody holds it. V is
-    darker than K; hidden vectors have a dark bar at their top.
+    as its slots are in use, in a paler tint where they are not, grey if it is free. V is darker
+    than K; hidden vectors have a dark bar at their top.
 
     Args:
-        views: (title, what the pool held), drawn under each other.
+        views: (title, state of the pool), drawn below each other.
         colours: By request; None for a few colours in turn.
-        columns: Blocks beside each other.
+        columns: Blocks side by side.
     """
     rows = [-(-len(view.plane) // columns) for _, view in views]
     size = (0.16 * columns, sum(0.13 * count + 0.45 for count in rows))
@@ -239,7 +239,7 @@ def block_pool(
 
 def _pool_picture(view: PoolView, colours: Mapping[str, Any] | None, columns: int) -> np.ndarray:
     """Red, green and blue, [rows x height, columns x width, 3]."""
-    width, height = 16, 12  # of a block, in points of the picture; one of each is a white line
+    width, height = 16, 12  # of a block, in pixels, including a white line
     count = len(view.plane)
     boxes = np.ones((-(-count // columns) * columns, height, width, 3))
     boxes[:count, 1:, 1:] = 0.92
@@ -295,7 +295,7 @@ def _policy(name: str) -> str:
 
 
 def _style(name: str, results: Results) -> tuple[str, Any]:
-    """Colour and dashes of one of the results."""
+    """Colour and dashes of a result."""
     policies, rates = ([other.partition(" at ")[part] for other, _ in results] for part in (0, 2))
     policy, _, rate = name.partition(" at ")
     color = f"C{list(dict.fromkeys(policies)).index(policy) % 10}"

@@ -1,7 +1,6 @@
 """The time of a batch as an expression of the constraint program, in whole units of time.
 
-It is what `LinearCostModel.batch_time` and `InferMaxCostModel.batch_time` give, scaled: see
-`ScaledCost`.
+Equals `LinearCostModel.batch_time` and `InferMaxCostModel.batch_time`, scaled: see `ScaledCost`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ class BatchTime:
     """Adds the constraints that define batch times to a program.
 
     Attributes:
-        model: CP-SAT's, which the constraints go to.
+        model: CP-SAT's model, which receives the constraints.
         cost: The cost model, in units.
-        problem: What is scheduled.
+        problem: The scheduling problem.
         longest: Upper bound of a batch time, units.
-        most_cached: Upper bound of the tokens that one request has in the cache.
+        most_cached: Upper bound of a request's cached tokens.
     """
 
     model: cp_model.CpModel

@@ -1,4 +1,4 @@
-"""The pieces that `program.py` is made of: who is in which state in which batch."""
+"""The elements of `program.py`: the state of each request in each batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Cell:
     """Variables of request i in batch j; see `program.py` for the states.
 
     Attributes:
-        states: Literals by (kind, k), of which one holds.
+        states: Literals by (kind, k), exactly one of which is true.
         part: Tokens in the cache after a `chunk` or `rest`, else 0.
         reused: Tokens in the cache that a prefill, chunk or rest builds on, else 0.
         part_squared, reused_squared: Their squares.
@@ -32,7 +32,7 @@ class Cell:
     part_blocks: Any = 0
 
     def of_kinds(self, *kinds: str) -> list[tuple[int, Any]]:
-        """(k, literal) of the states of these kinds."""
+        """(k, literal) for the states of these kinds."""
         return [(k, lit) for (kind, k), lit in self.states.items() if kind in kinds]
 
 
@@ -57,8 +57,8 @@ class Sums:
     before: Any = 0
 
     def add(self, cell: Cell, cached: list[int]) -> None:
-        """Adds one request's share of the batch. cached[k] is what its cache holds once token k is
-        written."""
+        """Adds a request's share of the batch. cached[k] is the number of its cached tokens once
+        token k is written."""
         decodes, prefills = cell.of_kinds("decode"), cell.of_kinds("prefill")
         self.decodes += sum(lit for _, lit in decodes)
         self.kv += sum(cached[k] * lit for k, lit in decodes)

@@ -38,7 +38,7 @@ _SAME = ("max_batches", "all_batches", "rounding", "wall_s", "note")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
+    """The command line. Returns the exit code, see the module's docstring, or 130 for ^C."""
     args = _parser().parse_args(argv)
     return run_reporting("jaxserve optimal", lambda: _solve(args), ValueError, OSError)
 
@@ -139,7 +139,7 @@ def _text(problem: Problem, found: Solution) -> str:
 
 def _json(problem: Problem, found: Solution) -> dict[str, Any]:
     """batches: per batch its start and duration, the tokens that each request computes, by the
-    request's number, and who is preempted."""
+    request's number, and the preempted requests."""
     played = found.replay
     batches = [] if played is None else [_batch(played, j) for j in range(len(played.schedule))]
     return {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.sched.cost.cost_model import InferMaxCostModel, LinearCostModel
 
-DIGITS = 1e4  # the smallest coefficient in units of time; what its rounding loses
+DIGITS = 1e4  # size of the smallest coefficient in units of time
 COARSEST, FINEST = 1e-9, 1e-14  # seconds
 LINEAR = (
     "per_token",
@@ -31,11 +31,11 @@ class ScaledCost:
         unit: Seconds.
         coefficients: By the names of `cost_model.Coefficients`, units for all layers.
         residual: `InferMaxCostModel.residual` in units; None for a linear model.
-        rounds_kv: Whether the KV of decodes counts as their mean, rounded down, as
-            `InferMaxCostModel` does.
+        rounds_kv: Whether the KV of decodes counts as their mean, rounded down, as in
+        `InferMaxCostModel`.
         extra: What its attention factor adds to a batch with several requests of a kind, by
-            coefficient.
-        error: Largest relative error of a coefficient, hence of any total, as none is negative.
+        coefficient.
+        error: Largest relative error of a coefficient, and so of any total, since none is negative.
     """
 
     unit: float
@@ -72,7 +72,7 @@ class ScaledCost:
         return cls(unit, scaled, residual, paper is not None, extra, max(errors, default=0.0))
 
     def residuals(self, eights: int) -> int:
-        """Units that the residual term takes over 8 x eights tokens; 0 without one."""
+        """Units of the residual term for 8 x eights tokens; 0 without one."""
         if self.residual is None or eights == 0:
             return 0
         a, b, c = self.residual

@@ -1,4 +1,4 @@
-"""The problem that `solve` is given, and bounds on the size of its program."""
+"""The input of `solve`, and bounds on the size of its program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LITERALS = 400_000
 
 
 class OptimalError(ValueError):
-    """A problem that is malformed or too large; one line says why."""
+    """A problem that is malformed or too large; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Problem:
 
     Attributes:
         workload: The requests, all greedy.
-        cost_model: What a batch costs.
+        cost_model: The cost of batches.
         kv_tokens: M.
         max_batch_tokens: C.
         max_prefill_tokens: P, tokens of a batch that may belong to prefills; 0 for C.
         block_size: Tokens of a block.
         chunked: Whether prompts may be computed in parts.
         objective: In seconds. `latency` is the sum of the batch times; `makespan` the end of the
-            last batch, waits for arrivals included; `mean_ttft` the mean time from arrival to first
-            token.
+            last batch, including waits for arrivals; `mean_ttft` the mean time from arrival to
+            first token.
 
     Raises:
         OptimalError: The workload cannot be served within the limits, or the cost model has
@@ -112,8 +112,8 @@ class Problem:
         return played
 
     def record(self, policy: Policy) -> Schedule:
-        """The schedule that a policy makes of the workload. Raises InvalidPlan if it breaks a
-        limit, ReplayError if it stops too early."""
+        """The schedule of a policy for the workload. Raises InvalidPlan if it breaks a limit,
+        ReplayError if it stops too early."""
         return run(policy, self.workload, self.cost_model, **self._where()).schedule
 
     def _where(self) -> dict[str, Any]:
@@ -121,8 +121,8 @@ class Problem:
         return {"limits": self.limits, **size}
 
     def _known(self, played: Replay) -> np.ndarray:
-        """Tokens that each request has before each batch, [b, n]; one comes with each batch after
-        which all of them are cached."""
+        """Tokens that each request has before each batch, [b, n]; a batch after which all of them
+        are cached adds one."""
         known = np.empty_like(played.kv)
         now = self.workload.prompt_len.copy()
         for j, cached in enumerate(played.kv):
@@ -135,8 +135,8 @@ def enough_batches(problem: Problem, cost: ScaledCost, target: float) -> int:
     """No schedule with an objective of at most `target` seconds needs more batches than this.
 
     Every batch of whole prompts writes a token. With chunks, every batch takes its fixed time, and
-    every prompt and output its own; of a mean TTFT only the batches up to the last first token are
-    bounded so, but what remains can then be done one request at a time.
+    every prompt and output its own; for a mean TTFT this bounds only the batches up to the last
+    first token, but the rest can then be done one request at a time.
     """
     workload, k = problem.workload, cost.coefficients
     prompt, output = workload.prompt_len, workload.output_len
@@ -154,7 +154,7 @@ def enough_batches(problem: Problem, cost: ScaledCost, target: float) -> int:
 
 
 def longest_batch(problem: Problem, cost: ScaledCost) -> int:
-    """Units of time that a batch within the limits takes at most."""
+    """Most units of time that a batch within the limits takes."""
     k, n = cost.coefficients, len(problem.workload)
     tokens = min(problem.max_batch_tokens, problem.kv_tokens)
     longest = int((problem.workload.prompt_len + problem.workload.output_len).max())

@@ -45,13 +45,13 @@ class Program:
     """The constraint program of one problem.
 
     Args:
-        problem: What to schedule.
+        problem: The scheduling problem.
         cost: The cost model, in units of time.
-        batches: Batches of a schedule at most.
+        batches: Most batches of a schedule.
         longest: Upper bound of a batch time, units.
 
     Attributes:
-        model: CP-SAT's own.
+        model: CP-SAT's model.
         cells: By [request][batch].
         active: A literal for each batch, whether it computes anything; active ones come first.
         batch_cost: An expression for the time of each batch, units.
@@ -142,7 +142,8 @@ class Program:
         self.model.add_exactly_one(lit for lit in last if lit is not None)
 
     def _flow(self, before: Cell, cell: Cell, k: int) -> None:
-        """What held k tokens goes on in a state that may come next, and nothing else does."""
+        """A request with k tokens continues in a state that may come next, and nothing else
+        does."""
         whole, partial, waited = (
             [before.states[kind, k] for kind in kinds if (kind, k) in before.states]
             for kinds in (WHOLE, PARTIAL, ("wait",))
@@ -159,7 +160,7 @@ class Program:
         add(prefill + chunk + rest <= sum(partial + waited))
 
     def _follow_parts(self, i: int, before: Cell, cell: Cell) -> None:
-        """reused: the part that a prefill, chunk or rest builds on."""
+        """reused: the cached part on which a prefill, chunk or rest builds."""
         model, most = self.model, self.cached(i, self.output[i])
         cell.reused = model.new_int_var(0, most, f"reused_{i}")
         cell.reused_squared = model.new_int_var(0, most**2, f"reused2_{i}")
@@ -182,7 +183,7 @@ class Program:
         self._imply(i, before, cell)
 
     def _imply(self, i: int, before: Cell, cell: Cell) -> None:
-        """What follows from the conditions above, said without conditions for the solver's linear
+        """Implications of the conditions above, stated unconditionally for the solver's linear
         relaxation."""
         add = self.model.add
         add(cell.reused <= before.part)
@@ -194,8 +195,8 @@ class Program:
         add(one.quad >= one.prefills)
 
     def _last_token(self, i: int, before: Cell, cell: Cell) -> None:
-        """One pending token after a first one written is a decode, whatever came before it:
-        `RequestTable.decoding` sees no difference, nor does a kernel."""
+        """If one token is pending after the first was written, it is a decode, whatever came
+        before: neither `RequestTable.decoding` nor a kernel sees a difference."""
         for k, lit in cell.of_kinds("prefill"):
             pending = 1 if k == 1 else 2
             self.model.add(cell.reused <= self.cached(i, k) - pending).only_enforce_if(lit)
@@ -228,7 +229,7 @@ class Program:
         return time.seconds_of(batch, active, has_prefill, has_decode)
 
     def _memory(self, cells: list[Cell], active: Any) -> None:
-        """M. Nothing is held once all is done, and until then no batch is empty."""
+        """M. Nothing is held once all requests are done, and until then no batch is empty."""
         add, blocks = self.model.add, self.problem.kv_tokens // self.problem.block_size
         held = [
             (self._blocks(self.cached(i, k)), lit)
@@ -237,7 +238,7 @@ class Program:
         ]
         whole = sum(size * lit for size, lit in held)
         add(whole + sum(cell.part_blocks for cell in cells) <= blocks * active)
-        if self.problem.chunked:  # implied; they say it in literals alone, which the solver cuts on
+        if self.problem.chunked:  # implied; these use literals only, which helps the solver's cuts
             some = sum(lit for cell in cells for _, lit in cell.of_kinds(*PARTIAL))
             add(whole + some <= blocks * active)
             add(sum(lit for size, lit in held if 2 * size > blocks) <= active)
@@ -253,7 +254,7 @@ class Program:
         return found
 
     def _order_twins(self) -> None:
-        """Equal requests end in the order of their numbers: they could be renamed."""
+        """Equal requests end in the order of their numbers, since they could be renamed."""
         last: dict[tuple[float, int, int], int] = {}
         arrival = self.problem.workload.arrival.tolist()
         for i, key in enumerate(zip(arrival, self.prompt, self.output, strict=True)):
@@ -272,7 +273,7 @@ class Program:
         )
 
     def hint(self, replay: Replay) -> None:
-        """Starts the search from a schedule, twins renamed. It has at most `batches` batches."""
+        """Starts the search from a schedule of at most `batches` batches, with twins renamed."""
         order = _twins_by_end(replay)
         kv, decoding = replay.kv[:, order], replay.decoding[:, order]
         tokens = replay.schedule.tokens[:, order]
@@ -293,7 +294,7 @@ class Program:
                     self.model.add_hint(cell.part, held if state in PARTIAL else 0)
 
     def schedule(self, solver: cp_model.CpSolver) -> Schedule:
-        """What the solver found, as far as its last batch that computes anything."""
+        """The solver's schedule, up to its last batch that computes anything."""
         used = sum(solver.boolean_value(active) for active in self.active)
         tokens = np.zeros((used, len(self.cells)), np.int64)
         preempt = np.zeros(tokens.shape, bool)

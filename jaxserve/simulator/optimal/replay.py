@@ -1,4 +1,4 @@
-"""Schedules as data: which request computes how many tokens in which batch, and their replay.
+"""Schedules as data (the tokens that each request computes in each batch), and their replay.
 
 A schedule may come from a constraint program (`solve`), from a policy (`Problem.record`) or from
 anywhere else. `replay` runs it through the same `Scheduler`, block pool and cost model that
@@ -24,7 +24,7 @@ from jaxserve.simulator.workloads.workload import Workload
 
 
 class ReplayError(ValueError):
-    """A schedule that does not serve its workload; one line says what is missing."""
+    """A schedule that does not serve its workload; the message says what is missing."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ScriptedPolicy(Policy):
         row_of = dict(zip(table.seq[live].tolist(), live.tolist(), strict=True))
         members = np.flatnonzero(tokens)
         if any(i not in row_of for i in members.tolist()):
-            return BatchPlan()  # somebody has yet to arrive
+            return BatchPlan()  # a request has yet to arrive
         self.next_batch += 1
         rows = np.array([row_of[i] for i in members.tolist()], np.int64)
         count = tokens[members]
@@ -93,14 +93,14 @@ class ScriptedPolicy(Policy):
 
 @dataclass(frozen=True)
 class Replay:
-    """What happened in b batches of n requests. Times in seconds on the workload's clock.
+    """The record of b batches of n requests. Times in seconds on the workload's clock.
 
     Attributes:
         workload: The requests.
-        schedule: What each batch computed and preempted.
+        schedule: The computed tokens and preemptions of each batch.
         start: float64 [b].
         duration: float64 [b].
-        kv_used: int64 [b], tokens that the blocks in use during the batch have room for.
+        kv_used: int64 [b], tokens that fit in the blocks in use during the batch.
         decoding: bool [b, n], requests that decode in the batch.
         kv: int64 [b, n], tokens of each request in the cache.
         first_token: float64 [n].
@@ -143,7 +143,7 @@ def run(
     block_size: int = 1,
 ) -> Replay:
     """Serves a workload with a policy on the engine's own scheduler, one batch after the other. For
-    small workloads, as it keeps everything; `simulator.simulate` is for large ones.
+    small workloads, since it keeps everything; `simulator.simulate` is for large ones.
 
     Args:
         policy: Plans the batches.
@@ -196,7 +196,7 @@ def replay(schedule: Schedule, workload: Workload, cost_model: CostModel, **wher
         schedule: The batches.
         workload: The requests.
         cost_model: How long batches take.
-        **where: limits, kv_tokens and block_size, as in `run`.
+        **where: limits, kv_tokens and block_size, see `run`.
 
     Raises:
         ReplayError: The schedule has another number of requests, or ends too early or too late.
@@ -226,8 +226,8 @@ def _request(workload: Workload, index: int) -> Request:
 def _step(
     scheduler: Scheduler, cost: CostModel, now: float, first_token: np.ndarray, finish: np.ndarray
 ) -> dict[str, Any] | None:
-    """Runs one batch; what `Replay` and `Schedule` have of it, or None if the policy plans none.
-    Fills in first_token and finish."""
+    """Runs one batch. Returns its part of `Replay` and `Schedule`, or None if the policy plans
+    none. Fills in first_token and finish."""
     table = scheduler.table
     step = scheduler.schedule(now)
     if not len(step):

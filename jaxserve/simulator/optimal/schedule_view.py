@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 PREFILL, DECODE, PREEMPT = "#303030", "#b8b8b8", "#d62728"
 HOLDS, MEMORY = "#eeeeee", "#1f77b4"
-MAX_NUMBERED = 60  # batches in which a number can still be read
+MAX_NUMBERED = 60  # most batches whose numbers are legible
 
 
 def draw(axes: Axes, played: Replay, kv_tokens: int) -> None:
-    """One box a request and batch: black for a (p)refill, grey for a decode, red for a preemption,
-    pale while it only holds its cache; prefills are labelled with their tokens. Blue: tokens of
-    cache held, against kv_tokens, on the right axis."""
+    """One box per request and batch: black for a (p)refill, grey for a decode, red for a
+    preemption, pale while it only holds its cache; prefills are labelled with their tokens. Blue:
+    tokens of cache in use, against kv_tokens, on the right axis."""
     batches, requests = played.kv.shape
     numbered = batches <= MAX_NUMBERED
     for j in range(batches):
@@ -56,7 +56,7 @@ def _colour(played: Replay, batch: int, request: int) -> str | None:
 
 
 def legend() -> list[Any]:
-    """Matplotlib handles for what `draw` draws."""
+    """Matplotlib handles for the legend of `draw`."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -70,10 +70,10 @@ def legend() -> list[Any]:
 
 
 def save(path: str | Path, schedules: list[tuple[str, Replay]], kv_tokens: int) -> None:
-    """Writes a picture with one panel per schedule, under each other, in the format that the path's
-    suffix names.
+    """Writes a picture with one panel per schedule, below each other, in the format of the path's
+    suffix.
 
-    schedules: (title, what happened). kv_tokens: M, tokens of cache.
+    schedules: (title, replay). kv_tokens: M, tokens of cache.
     """
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
 """Optimal schedules: InferMax section 5 on OR-Tools CP-SAT (the extra `optimal`).
 
-`solve` answers what no policy can: what the best schedule of a small workload takes, or whether
-one better than x exists. It knows arrivals and output lengths. The program itself is in
-`program.py`; what it returns has been replayed on the engine's own scheduler.
+`solve` finds how long the best schedule of a small workload takes, or whether one better than x
+exists. It knows arrivals and output lengths, which policies do not. The program itself is in
+`program.py`; results are replayed on the engine's own scheduler.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OBJECTIVES", "OptimalError", "Problem", "Solution", "one_by_one", "solve"]
 
-EXACT = 2.0**52  # more units of time than this, and the solver's bounds are no longer exact
+EXACT = 2.0**52  # most units of time for which the solver's bounds are exact
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,19 @@ class Solution:
 
     Attributes:
         status: `optimal`: no schedule is better. `feasible`: the best schedule found, or, with
-            `better_than`, one that is better. `infeasible`: no better one exists. `unknown`: it was
-            not decided, mostly because time ran out.
+            `better_than`, one that is better. `infeasible`: no better one exists. `unknown`:
+            undecided, usually because time ran out.
         objective: Of the replay, seconds; None without a schedule.
-        bound: Seconds that no schedule of at most max_batches batches is below; None with
+        bound: Seconds that no schedule of at most max_batches batches can beat; None with
             `better_than`.
         schedule: The schedule found, if any.
         replay: Its replay.
-        max_batches: Batches that were considered at most.
+        max_batches: Most batches that were considered.
         all_batches: Whether schedules with more batches cannot be better.
         unit: Seconds of the solver's unit of time.
         rounding: Largest relative error of the bound from counting in units.
         literals: Variables of the program; 0 if it was not needed.
-        wall_s: Seconds that it took.
+        wall_s: Seconds of the search.
         note: Caveats of the status.
     """
 
@@ -94,17 +94,17 @@ def solve(
     """Finds the best schedule, or, with `better_than`, any that is better.
 
     Args:
-        problem: What to schedule, and what to minimise.
+        problem: The scheduling problem.
         better_than: Stop at a schedule whose objective is below so many seconds.
         warm_start: Where to start the search (InferMax section 5, Challenge), by default one
             request after the other. A schedule that breaks a limit is ignored, and the note says
             so.
-        max_batches: Batches of a schedule at most, but no fewer than the start has; 0 for as many
+        max_batches: Most batches of a schedule, but no fewer than the start has; 0 for as many
             as an optimal one can have.
         time_limit: Seconds.
         workers: Threads of the solver. With more than one, the time to a result varies between
             runs.
-        seed: Of the solver.
+        seed: Seed of the solver.
         on_improved: on_improved(objective, bound), in seconds, is called from the solver's thread.
 
     Raises:
@@ -164,7 +164,8 @@ class _Task:
         return self.answer("feasible", self.start, max(bound, 0.0), literals, took)
 
     def _program(self) -> tuple[Program, Callable[[float], float]]:
-        """The program with its objective, and what turns the objective's units into seconds."""
+        """The program with its objective, and a function that converts the objective's units to
+        seconds."""
         from jaxserve.simulator.optimal.program import Program
 
         problem, cost = self.problem, self.cost
@@ -188,7 +189,7 @@ class _Task:
         return program, seconds
 
     def _most_time(self) -> int:
-        """No schedule of interest ends later, in units."""
+        """Upper bound of the end of any useful schedule, in units."""
         problem = self.problem
         longest = self.batches * longest_batch(problem, self.cost)
         most = problem.workload.arrival.max() / self.cost.unit + longest
@@ -227,7 +228,7 @@ class _Task:
 
 
 def one_by_one(problem: Problem) -> Schedule:
-    """One request after the other, in chunks of what P leaves: always possible."""
+    """One request after the other, in chunks that P allows: always possible."""
     room = problem.prefill_tokens
     lines: list[tuple[int, int]] = []
     workload = problem.workload
@@ -253,8 +254,8 @@ def _start(problem: Problem, warm_start: Schedule | None) -> tuple[Replay, str]:
 
 
 def _objective(program: Program, problem: Problem, most: int) -> tuple[Any, int]:
-    """The objective in units (summed over the requests for a mean), and what of it is not meant:
-    the sum of arrivals."""
+    """The objective in units (summed over the requests for a mean), and the part to subtract: the
+    sum of arrivals."""
     if problem.objective == "latency":
         return sum(program.batch_cost), 0
     model = program.model
@@ -281,7 +282,7 @@ def _objective(program: Program, problem: Problem, most: int) -> tuple[Any, int]
         for j, cell in enumerate(line):
             if ("prefill", 1) in cell.states:
                 model.add(first >= ends[j]).only_enforce_if(cell.states["prefill", 1])
-        # Implied: every batch up to it takes time. The solver's bound is poor without.
+        # Implied: every batch up to it takes time. Without this the solver's bound is poor.
         number = sum(
             (j + 1) * c.states["prefill", 1]
             for j, c in enumerate(line)
@@ -303,7 +304,7 @@ def _solver(time_limit: float, workers: int, seed: int) -> cp_model.CpSolver:
     solver.parameters.absolute_gap_limit = 0.0
     if workers == 1:
         # Times are large integers, and the simplex over them stalls for good in about one run of
-        # 300, even of three requests. Other workers would go on; a single one is lost.
+        # 300, even with three requests. Other workers would continue; a single one is stuck.
         solver.parameters.linearization_level = 0
     return solver
 
