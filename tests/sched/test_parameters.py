@@ -189,6 +189,7 @@ def test_the_parts_of_a_name() -> None:
 @pytest.mark.parametrize(
     ("name", "more", "problem"),
     [
+        ("sarathi+eff", {}, r"no policy variant 'eff'; did you mean 'ef'\?"),
         ("sarathi:watermark", {}, "parameters are :NAME=VALUE after the name, got 'watermark'"),
         ("sarathi:=1", {}, "parameters are :NAME=VALUE"),
         ("sarathi:", {}, "parameters are :NAME=VALUE"),

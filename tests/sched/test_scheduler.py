@@ -39,17 +39,14 @@ def plan(rows: list[int], tokens: list[int], **fields: Any) -> BatchPlan:
     return BatchPlan(*lists, **arrays, operations=tuple(operations))
 
 
+def empty(policy: Policy, capacity: int = 4, max_model_len: int = 32) -> Scheduler:
+    memory = {"num_blocks": 8, "block_size": 4, "max_model_len": max_model_len}
+    return Scheduler(policy, Limits(16, 16, 2), **memory, capacity=capacity, cost_model=FLAT)
+
+
 @pytest.fixture
 def scheduler() -> Scheduler:
-    made = Scheduler(
-        Scripted(),
-        Limits(16, 16, 2),
-        num_blocks=8,
-        block_size=4,
-        max_model_len=32,
-        capacity=4,
-        cost_model=FLAT,
-    )
+    made = empty(Scripted())
     for i in range(3):
         made.add(Request(str(i), (1,) * 6, SamplingParams(max_tokens=4)))
     return made
@@ -160,8 +157,7 @@ class Asking(Policy):
 
 def test_a_policy_is_told_when_the_step_in_flight_ends() -> None:
     policy = Asking()
-    known = {"num_blocks": 8, "block_size": 4, "max_model_len": 32, "capacity": 4}
-    made = Scheduler(policy, Limits(16, 16, 2), **known, cost_model=FLAT)
+    made = empty(policy)
     made.schedule(3.0)
     made.schedule(4.0, 4.5)
     made.schedule(5.0, 4.5)
@@ -172,15 +168,7 @@ def test_a_policy_is_told_when_the_step_in_flight_ends() -> None:
 def test_memory_grows_by_so_much_a_request() -> None:
     def kept(capacity: int) -> int:
         tracemalloc.start()
-        made = Scheduler(
-            Scripted(),
-            Limits(16, 16, 2),
-            num_blocks=8,
-            block_size=4,
-            max_model_len=1000,
-            capacity=capacity,
-            cost_model=FLAT,
-        )
+        made = empty(Scripted(), capacity, max_model_len=1000)
         size, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert made.table.num_free == capacity

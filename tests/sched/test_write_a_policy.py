@@ -124,22 +124,3 @@ def test_a_file_with_one_policy_needs_no_name(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(ValueError, match=r"mine\.py: registers no policy"):
         make_policy(str(path))
-
-
-@pytest.mark.parametrize(
-    ("name", "overrides", "message"),
-    [
-        ("sarati", {}, "did you mean 'sarathi'"),
-        ("sarathi+eff", {}, r"no policy variant 'eff'; did you mean 'ef'\?"),
-        (
-            "sarathi",
-            {"watermrk": 0},
-            r"no parameter 'watermrk'; did you mean watermark\? It has ",
-        ),
-    ],
-)
-def test_names_and_parameters_are_checked(
-    name: str, overrides: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_policy(name, **overrides)

@@ -17,7 +17,6 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Tier
 from jaxserve.sched.slo.classes import with_targets
-from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.figures.chrome_trace import write_trace
 from jaxserve.simulator.results import SimulationResult
@@ -135,16 +134,6 @@ def test_who_goes_on_is_judged_by_the_time_that_has_passed() -> None:
     assert shares(SLO(jct=4.4)) == (None, None, 0.5)
     assert shares(SLO(jct=4.6)) == (None, None, 1.0)
     assert shares(SLO(jct=0.1)) == (None, None, 0.0)
-
-
-def test_a_gap_that_is_still_open_counts() -> None:
-    result = simulate(
-        "vllm", of([0.0], [4], [2], SLO(tbt=0.3)), SECOND, kv_tokens=99, overlap=False, until=1.9
-    )
-    asked, met = result.requests.workload.terms, result.requests.times
-    assert attained(met, asked).tbt.tolist() == [False]
-    late = dataclasses.replace(met, end=1.2)
-    assert attained(late, asked).tbt.tolist() == [True]
 
 
 @given(

@@ -11,12 +11,8 @@ from hypothesis import given, settings
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cost.cost_model import Coefficients, CostModel, LinearCostModel
 from jaxserve.sched.policies.apt.value import ENOUGH, STEPS_AHEAD, in_flight, steps_ahead, weigh
-from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import Request, SamplingParams
-from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
-from tests.cost_models import FLAT
 from tests.sched.driver import Drive
 from tests.sched.policies.test_policy_properties import Case, cases, quick, serve
 
@@ -51,24 +47,6 @@ def test_the_queue_that_has_waited_longer_in_all_runs() -> None:
     assert drive.step(2.5) == {a: 1, b: 1, c: 1}
 
 
-def test_prefills_do_not_stop_those_that_run() -> None:
-    """More arrive than can be served: vLLM's prefills shut out those that run."""
-    longest = {}
-    for policy in ("aptserve", "vllm"):
-        drive = Drive(policy, c=32, p=32, rows=40, blocks=400)
-        runs = [drive.add(4, 40) for _ in range(8)]
-        gaps, gap, now = [], 0, 0.0
-        drive.step(now)
-        for _ in range(20):
-            now += 1.0
-            drive.add(30, 1, arrival=now - 0.5)
-            gap = 0 if set(drive.step(now)) >= set(runs) else gap + 1
-            gaps.append(gap)
-        longest[policy] = max(gaps)
-    assert longest["vllm"] == 20
-    assert longest["aptserve"] <= 5
-
-
 def test_prefills_wait_for_memory() -> None:
     drive = Drive("aptserve", blocks=16)
     a = drive.add(20, 9)
@@ -81,47 +59,27 @@ def test_prefills_wait_for_memory() -> None:
 
 def test_a_step_of_prefills_on_the_device_counts_as_waited() -> None:
     """With overlap the tokens of a step are not there yet when the next is planned."""
-    scheduler = Scheduler(
-        make_policy("aptserve"),
-        Limits(64, 64, 8),
-        num_blocks=64,
-        block_size=4,
-        max_model_len=32,
-        capacity=8,
-        cost_model=cost(prefill=2.0),
-    )
-
-    def add(prompt: int, arrival: float) -> int:
-        return scheduler.add(
-            Request("r", (1,) * prompt, SamplingParams(max_tokens=9), arrival=arrival)
-        )
+    drive = Drive("aptserve", cost_model=cost(prefill=2.0))
+    scheduler = drive.scheduler
 
     def running() -> float:
         return in_flight(scheduler.view, scheduler.table.in_state(State.RUNNING))
 
-    a = add(8, 0.0)
+    a = drive.add(8, 9)
     scheduler.schedule(0.0)
     assert running() == 0.0  # nobody else waits for it
     scheduler.receive(np.array([a]), 1.0)
-    b = add(8, 0.5)
+    b = drive.add(8, 9, arrival=0.5)
     assert scheduler.schedule(1.0).rows.tolist() == [b]
     assert running() == pytest.approx(2.01)
-    add(8, 1.0)
+    drive.add(8, 9, arrival=1.0)
     # 2.01 s of a against 2.01 s and more of the one that waits, but a has had nothing by then.
     assert scheduler.schedule(1.0).rows.tolist() != [b]
 
 
 def test_who_has_a_token_on_its_way_waits_for_nothing() -> None:
-    scheduler = Scheduler(
-        make_policy("aptserve"),
-        Limits(64, 64, 8),
-        num_blocks=64,
-        block_size=4,
-        max_model_len=32,
-        capacity=8,
-        cost_model=FLAT,
-    )
-    rows = np.array([scheduler.add(Request("r", (1,) * 8, SamplingParams(max_tokens=9)))])
+    drive = Drive("aptserve")
+    scheduler, rows = drive.scheduler, np.array([drive.add(8, 9)])
 
     def pending() -> float:
         weighed = weigh(scheduler.view, rows, clock=5.0, step=0.01, delay=None, decay=0.0)
@@ -164,14 +122,6 @@ def test_everybody_keeps_a_hidden_cache_that_is_no_slower() -> None:
             rows = {drive.add(20, 9) for _ in range(6)}
             drive.to_the_end()
             assert drive.hidden == rows and not drive.projected and not drive.preempted
-
-
-def test_too_large_a_penalty_means_kv_only() -> None:
-    drive = Drive("aptserve", blocks=16, rho=1e3)
-    for _ in range(4):
-        drive.add(13, 3)
-    drive.to_the_end()
-    assert not drive.hidden
 
 
 def test_a_projection_has_to_pay() -> None:

@@ -44,13 +44,6 @@ def size(run: Drive) -> int:
     return run.policy.size
 
 
-def test_the_most_urgent_come_first() -> None:
-    run = drive(initial=1, growth=0)
-    rows = [run.add(2, 1, ttft=ttft) for ttft in (9.0, 3.0, 6.0)]
-    run.to_the_end()
-    assert run.ended == [rows[1], rows[2], rows[0]]
-
-
 def test_those_that_wait_and_those_that_run_are_in_one_order() -> None:
     run = drive(c=2, p=2)
     runs = run.add(2, 9, ttft=1.0, tbt=5.0)
@@ -84,14 +77,6 @@ def test_polling_two_queues_gives_what_sorting_all_would(
     assert (np.diff(queue.residual) >= 0).all()
 
 
-def test_the_batch_ends_at_the_most_urgent_deadline() -> None:
-    run = drive()
-    first, second = run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
-    third = run.add(1, 2, ttft=9.0, tbt=5.0)
-    assert run.step() == {first: 6, second: 4}, "nor the third, which takes another tenth"
-    assert run.step() == {first: 1, second: 1, third: 1}
-
-
 def test_whole_prompts_leave_what_is_too_short_for_them() -> None:
     run = drive(chunked=False)
     first, second = run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
@@ -113,15 +98,6 @@ def test_size_bounds_best_effort_requests_after_an_early_return() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_best_effort_requests_get_nothing_after_an_early_return(chunked: bool) -> None:
-    run = drive(chunked=chunked)
-    run.add(6, 2, ttft=1.0, tbt=5.0), run.add(5, 2, ttft=2.0, tbt=5.0)
-    low = run.add(1, 2, tier=BEST)
-    assert low not in run.step() and size(run) == 64
-    assert low in run.step()
-
-
-@pytest.mark.parametrize("chunked", [False, True])
 def test_a_late_prompt_that_does_not_fit_is_no_early_return(chunked: bool) -> None:
     run = drive(chunked=chunked, headroom=False, initial=1, growth=1)
     high, low = run.add(1, 99, ttft=9.0, tbt=1.0), run.add(1, 99, tier=BEST)
@@ -132,14 +108,6 @@ def test_a_late_prompt_that_does_not_fit_is_no_early_return(chunked: bool) -> No
     assert run.step() == ({high: 1, late: 6, low: 1} if chunked else {high: 1, low: 1})
     run.scheduler.finish(high)
     assert run.step()[late] == (1 if chunked else 15)
-
-
-def test_a_deadline_that_cannot_be_met_limits_nobody() -> None:
-    run = drive(late_last=False)
-    lost, early = (run.add(6, 2, ttft=ttft, tbt=9.0) for ttft in (0.5, 2.0))
-    late = run.add(9, 2, ttft=2.1)
-    assert run.step() == {lost: 6, early: 6, late: 8}, "1.2 s, and 2 with most of the third"
-    assert run.step() == {lost: 1, late: 1, early: 1}
 
 
 def test_late_prompts_come_last() -> None:

@@ -23,7 +23,6 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
 from jaxserve.sched.slo.backlog import Backlog
-from jaxserve.sched.slo.metrics import attained
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.output_lengths import ENOUGH
@@ -216,21 +215,6 @@ def run(policy: str, work: Workload, limits: Limits, **options: Any) -> Any:
     return simulate(policy, work, PLACE, limits=limits, compiled=False, **options)
 
 
-def test_more_are_in_time_than_first_come_first_served() -> None:
-    """Three times what can be in time comes for 4 s."""
-    rng = np.random.default_rng(1)
-    arrival = np.sort(rng.uniform(0, 4, 160))
-    work = workload(
-        {"arrival": arrival, "prompt": rng.integers(50, 4000, 160), "output": 20, "ttft": 1.0}
-    )
-    met = {
-        policy: attained(r.times, work.terms).slo().mean()
-        for policy in ("goodput", "edf", "sarathi")
-        for r in [run(policy, work, Limits(4096, 512, 64)).requests]
-    }
-    assert met["goodput"] > met["edf"] + 0.1 and met["goodput"] > met["sarathi"] + 0.1, met
-
-
 def test_caches_that_take_long_to_come_back_are_not_paused_for_a_prompt(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -336,20 +320,6 @@ def test_nobody_is_paused_for_a_prompt_who_would_not_be_back_in_time(max_tbt: fl
     prompt = drive.add(prompt=50, output=10, arrival=1.2, ttft=0.3, tbt=0.5, max_tbt=2.0)
     step = drive.step(1.2)
     assert (prompt in step) == (begun in drive.preempted) == (max_tbt > 2.0)
-
-
-def test_who_has_waited_for_too_long_comes_first() -> None:
-    """A long prompt whose target nobody could meet, among short ones without end."""
-    arrival = np.arange(0, 14, 0.05)
-    prompt = np.where(np.arange(len(arrival)) == 50, 6000, 900)
-    ttft = np.where(np.arange(len(arrival)) == 50, 1e-3, 0.5)
-    work = workload({"arrival": arrival, "prompt": prompt, "output": 8, "ttft": ttft})
-    waited = {}
-    for patience in (2.0, 1000.0):
-        found = run(f"goodput:patience={patience}", work, Limits(8192, 512, 64)).requests
-        assert found.finished.all()
-        waited[patience] = float(found.ttft[50])
-    assert 2.0 < waited[2.0] < 6.0 and waited[1000.0] > 10.0, waited
 
 
 def test_who_is_paused_for_those_who_have_waited_is_not_planned() -> None:

@@ -20,7 +20,7 @@ from jaxserve.sched.routing.estimate import first_token
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.random_draws import MODULUS, below, drawn, seeded
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica, Router
-from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, add_request, reset_known
+from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, reset_known
 from jaxserve.sched.routing.take_snapshot import (
     Lately,
     constant_fields,
@@ -142,40 +142,46 @@ def test_an_older_snapshot_says_nothing() -> None:
     assert fleet.columns.unfinished[0] == 7
 
 
+def choice_of(ask: RoutingRequest, *snapshots: Snapshot, name: str = "slo") -> int:
+    return Router(name, fleet_of(*snapshots)).choose(ask, 0.0)
+
+
 def test_slo_looks_at_work_not_at_requests() -> None:
     """One replica has three short requests, the other one long prompt."""
     few, long = busy(unfinished=3, running=3), busy(unfinished=1, waiting=1, realtime_tokens=40_000)
-    fleet = fleet_of(few, long)
-    assert Router("least_loaded", fleet).choose(RoutingRequest(100, ttft=1.0), 0.0) == 1
-    assert Router("slo", fleet).choose(RoutingRequest(100, ttft=1.0), 0.0) == 0
+    ask = RoutingRequest(100, ttft=1.0)
+    assert choice_of(ask, few, long, name="least_loaded") == 1 and choice_of(ask, few, long) == 0
 
 
-def test_slo_looks_at_blocks_at_tiers_and_at_how_steps_are() -> None:
-    full = busy(running=9, cached=8000, free_blocks=0, mean_output=200.0)
-    assert (
-        Router("slo", fleet_of(full, busy(running=12))).choose(RoutingRequest(400, ttft=0.5), 0.0)
-        == 1
-    )
+@pytest.mark.parametrize(
+    ("ask", "one", "other"),
+    [
+        (
+            RoutingRequest(400, ttft=0.5),
+            {"running": 9, "cached": 8000, "free_blocks": 0, "mean_output": 200.0},
+            {"running": 12},
+        ),
+        (RoutingRequest(3000, ttft=1.0), {"pace": 3.0}, {"running": 4}),
+        (
+            RoutingRequest(2000, ttft=9.0),
+            {"running": 20, "cached": 20_000, "tbt": 0.015},
+            {"running": 21, "cached": 21_000, "tbt": 5.0},
+        ),
+        (RoutingRequest(9, ttft=1.0), {"attainment": 0.0}, {"running": 5}),
+        (RoutingRequest(9, ttft=1.0), {"busy": 0.3}, {}),
+    ],
+)
+def test_slo_looks_at_blocks_and_at_how_steps_are(
+    ask: RoutingRequest, one: dict[str, float], other: dict[str, float]
+) -> None:
+    assert choice_of(ask, busy(**one), busy(**other)) == 1
+
+
+def test_slo_looks_at_tiers() -> None:
     behind = busy(best_effort_tokens=50_000, best_effort_quad=10**9, by_tier=True)
     some = busy(realtime_tokens=5_000)
-    fleet = fleet_of(behind, some)
-    assert Router("slo", fleet).choose(RoutingRequest(100, int(Tier.REALTIME), 1.0), 0.0) == 0
-    assert Router("slo", fleet).choose(RoutingRequest(100, int(Tier.BEST_EFFORT), 1.0), 0.0) == 1
-    slow = busy(pace=3.0)
-    assert (
-        Router("slo", fleet_of(slow, busy(running=4))).choose(RoutingRequest(3000, ttft=1.0), 0.0)
-        == 1
-    )
-    tight = busy(running=20, cached=20_000, tbt=0.015)
-    calm = busy(running=21, cached=21_000, tbt=5.0)
-    assert Router("slo", fleet_of(tight, calm)).choose(RoutingRequest(2000, ttft=9.0), 0.0) == 1
-    distrusted = busy(attainment=0.0)
-    assert (
-        Router("slo", fleet_of(distrusted, busy(running=5))).choose(
-            RoutingRequest(9, ttft=1.0), 0.0
-        )
-        == 1
-    )
+    for tier, replica in ((Tier.REALTIME, 0), (Tier.BEST_EFFORT, 1)):
+        assert choice_of(RoutingRequest(100, int(tier), 1.0), behind, some) == replica
 
 
 def test_slo_sends_elsewhere_where_requests_are_given_up() -> None:
@@ -240,20 +246,6 @@ def test_the_steps_that_the_device_has_are_waited_for() -> None:
     alone, behind = fleet_of(busy()), fleet_of(busy(busy=0.3))
     assert expected(behind, 0.1) - expected(alone, 0.1) == pytest.approx(0.2)
     assert expected(behind, 0.4) == expected(alone, 0.4)
-    assert (
-        Router("slo", fleet_of(busy(busy=0.3), busy())).choose(RoutingRequest(9, ttft=1.0), 0.0)
-        == 1
-    )
-
-
-def test_what_is_sent_adds_up() -> None:
-    (s,) = np.zeros(1, KNOWN).view(np.recarray)
-    reset_known(s, busy(by_tier=True))
-    before = s.copy()
-    add_request(s, RoutingRequest(160, int(Tier.BEST_EFFORT), tbt=0.1), 0, 0.0)
-    assert s.realtime_work == before.realtime_work and s.best_effort_work > 0
-    assert s.best_effort_short - before.best_effort_short == 2 * 10
-    assert (s.tbt, s.unfinished) == (0.1, 1)
 
 
 def test_the_sequences_of_a_call_add_up_as_calls_of_one_each() -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.reachability import SloProblemKind, least_output, slo_problems
 from jaxserve.sched.policy import Limits
-from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.simulator.systems.systems import system
@@ -26,19 +25,16 @@ LIMITS = Limits(max_batch_tokens=64, max_prefill_tokens=16, max_rows=4)
 TTFT, TBT, JCT, EARLY, MAX_TBT = SloProblemKind
 
 
+def idle(policy: str, model: LinearCostModel, c: int = 64) -> Scheduler:
+    memory = {"blocks": 400, "block_size": 16, "max_model_len": 1024}
+    return Drive(policy, c=c, p=16, rows=4, cost_model=model, **memory).scheduler
+
+
 def found(
     slo: SLO, prompt: int = 40, model: LinearCostModel = SECOND, *, policy: str = "sarathi", **asked
 ) -> dict[SloProblemKind, tuple[float, float]]:
     """Kind -> (target, limit)."""
-    scheduler = Scheduler(
-        make_policy(policy),
-        LIMITS,
-        num_blocks=400,
-        block_size=16,
-        max_model_len=1024,
-        capacity=4,
-        cost_model=model,
-    )
+    scheduler = idle(policy, model)
     request = Request("a", (1,) * prompt, SamplingParams(**asked), slo)
     problems = slo_problems(request, scheduler.alone(request))
     return {problem.kind: (problem.target, problem.limit) for problem in problems}
@@ -120,15 +116,7 @@ def test_alone_on_an_idle_engine_the_limits_are_what_it_takes(
     took = {"ttft": float(times.ttft[0]), "jct": float(times.e2e[0])}
     if output > 1:
         took["tbt"] = float(gaps.min())
-    scheduler = Scheduler(
-        make_policy(policy),
-        limits,
-        num_blocks=400,
-        block_size=16,
-        max_model_len=1024,
-        capacity=4,
-        cost_model=SEVEN,
-    )
+    scheduler = idle(policy, SEVEN, c=256)
 
     def kinds(share: float) -> set[str]:
         slo = SLO(**{name: share * seconds for name, seconds in took.items()})

@@ -95,11 +95,6 @@ def test_a_cancelled_request_is_judged_as_if_its_next_token_came_then() -> None:
     assert (never_begun.ttft, never_begun.tbt, never_begun.jct) == (False, True, True)
 
 
-def test_a_failed_request_meets_nothing() -> None:
-    found = judge(asking(SLO(ttft=1.0, tbt=1.0)), [0.5], 0.6, complete=False, failed=True)
-    assert found is not None and (found.ttft, found.tbt, found.jct) == (False, False, None)
-
-
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=300))
 @settings(deadline=None, max_examples=200)
 def test_the_percentile_is_numpys(values: list[float]) -> None:

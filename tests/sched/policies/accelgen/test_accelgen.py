@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
-from jaxserve.sched.policies.accelgen.accelgen import AccelGen
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import RUNNING
@@ -51,12 +50,6 @@ def test_so_does_the_cost_model_and_the_stricter_counts(tbt: float, tokens: int)
     assert run.step() == {first: 1, long: tokens - 1}
 
 
-def test_without_targets_max_batch_tokens_is_the_limit() -> None:
-    run = drive(c=33)
-    row = run.add(50, 2, tier=BEST)
-    assert run.step() == {row: 33}
-
-
 def test_decodes_that_would_make_others_late_wait_a_step() -> None:
     run = drive(rows=8)
     tight = [run.add(1, 9, ttft=9.0, tbt=0.35) for _ in range(2)]
@@ -79,14 +72,6 @@ def test_remaining_time_counts_the_chunks_that_are_to_come() -> None:
     large, small = run.add(30, 2, ttft=6.0), run.add(5, 2, ttft=4.5)
     assert run.step() == {large: 10}
     assert small in run.step(2.6)
-
-
-def test_a_request_that_waits_has_less_time_left() -> None:
-    run = drive("accelgen_nobatch", c=4)
-    first = run.add(4, 1, arrival=0.0, ttft=50.0)
-    second = run.add(4, 1, arrival=3.0, ttft=46.0)
-    assert run.step(3.0) == {second: 4}
-    assert run.step(3.0) == {first: 4}
 
 
 def test_the_urgent_come_before_those_that_fit_better() -> None:
@@ -155,23 +140,6 @@ def test_best_effort_requests_come_last_unless_they_name_targets() -> None:
     high = run.add(4, 1)
     run.to_the_end()
     assert run.ended == [high, named, low]
-
-
-def test_a_job_that_lost_its_cache_may_wait_for_less() -> None:
-    """Of 40 s T_e is 8 x 1 s at first; of the 37 that are left, it is 7 x 0.8 s."""
-    run = drive("accelgen:paced=true", m=20)
-    job = run.add(8, 7, jct=40.0)
-    run.step()
-    assert isinstance(run.policy, AccelGen)
-    due, view = run.policy._allowances.due, run.scheduler.view
-    rows, parts = np.array([job]), np.array([1])
-    first = float(due(view, rows, parts, 0.0, 0.8, 0.0)[0])
-    run.add(15, 1, arrival=3.0, ttft=2.2)
-    run.step(3.0)
-    assert run.preempted == [job]
-    again = float(due(view, rows, parts, 3.0, 0.8, 0.0)[0])
-    assert first == pytest.approx(0.8 + 2 * (40 - 8) / 8)
-    assert again == pytest.approx(3 + (37 - 7 * 0.8) / 7)
 
 
 @pytest.mark.parametrize("late_last", [True, False])

@@ -23,8 +23,6 @@ from jaxserve.sched.state.output_lengths import ENOUGH
 from tests.sched.driver import Drive
 from tests.sched.policies.test_policy_properties import quick
 
-ROW = np.array([0])
-
 
 def view_of(
     *, per_token: float, bias: float, most: int = 1000, padding: Padding | None = None, **more: Any

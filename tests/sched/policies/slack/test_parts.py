@@ -63,13 +63,6 @@ def test_who_is_behind_the_envelope_is_due_a_tbt_after_the_last_token() -> None:
     assert due(run, Pacing.ENVELOPE, 8.0) == [9.0]
 
 
-def test_a_token_on_its_way_counts_as_there_when_the_step_begins() -> None:
-    run = drive()
-    run.add(4, 9, ttft=5.0, tbt=1.0)
-    run.scheduler.schedule(0.0)
-    assert due(run, Pacing.GAP, 0.4) == [1.4]
-
-
 def test_the_last_token_of_a_job_is_due_at_its_jct_and_those_before_it_earlier() -> None:
     """Until 32 outputs have ended, all 11 tokens that it may write count: ten steps of 0.5 s."""
     run = drive()
