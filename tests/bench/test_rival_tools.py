@@ -170,7 +170,7 @@ def test_both_sides_have_their_turn_in_each_round() -> None:
 def test_what_there_is_not_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         side_by_side.parse(["--models=opt-125m"])
-    assert "some of smollm2,qwen2.5-0.5b" in capsys.readouterr().err
+    assert "must be of smollm2,qwen2.5-0.5b" in capsys.readouterr().err
 
 
 def test_a_shuffled_model_computes_what_it_did(tmp_path: Path) -> None:

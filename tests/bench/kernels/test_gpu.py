@@ -62,7 +62,7 @@ TOY = Plan(
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["gpu"]) == 1
     assert capsys.readouterr().err == (
-        "jaxserve bench gpu: there is no GPU here: jax sees cpu only\n"
+        "jaxserve bench gpu: there is no GPU here; jax sees cpu only\n"
     )
 
 

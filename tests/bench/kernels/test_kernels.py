@@ -60,7 +60,7 @@ def test_on_a_terminal_it_shows_how_far_it_is(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert cli.main(["kernels", "--model=tiny", "--dtype=float32", *TOY]) == 0
     said = capsys.readouterr()
-    assert "measuring what a copy and a matrix product reach" in said.err.splitlines()[0]
+    assert "measuring the rates of a copy and a matrix product" in said.err.splitlines()[0]
     assert "9/9" in said.err and "9/9" not in said.out
     assert len(said.out.splitlines()) == 2 + 9
 
