@@ -1,7 +1,7 @@
-"""A recording as what a simulation takes: the traffic, and the system that served it.
+"""Turns a recording into input for simulations: the traffic, and the system that served it.
 
-The traffic is what was served: requests that were cancelled write what they had written, and nobody
-knows what those would have that the queue refused. The system is fitted to the steps.
+The traffic is what was served: cancelled requests write only what they had written, and output
+lengths of refused requests are unknown. The system is fitted to the steps.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Recording:
         header: The engine.
         start: When the recording begins, seconds since `Header.began`.
         arrivals: By request number.
-        ends: By request number; without requests that had not ended.
+        ends: By request number; without requests that have not ended.
         steps: The steps as cost models are fitted to them.
         columns: [s], the other numbers of `recording.Step`, by field.
         token_request: int64 [t], the request of each token.
         token_step: int64 [t], the step that each token came from.
-        notes: What was left out, a line each.
+        notes: What was left out, one line each.
     """
 
     header: Header
@@ -71,7 +71,8 @@ class Recording:
 
     def part(self, first: int, behind: int) -> Recording:
         """Cuts out requests `first` to `behind` - 1, with the steps from the arrival of `first` to
-        that of `behind`, if there is one. For recordings in which no other requests run then."""
+        that of `behind`, if there is one. For recordings in which no other requests run at that
+        time."""
         steps = self.within(first, behind)
         mine = steps[self.token_step]
         kept = [n for n in self.arrivals if first <= n < behind]
@@ -93,7 +94,7 @@ class Recording:
         )
 
     def prefixes(self, numbers: Sequence[int]) -> Prefixes:
-        """What these requests, ascending, share with earlier ones among them."""
+        """The prefixes that these requests, ascending, share with earlier ones among them."""
         index = {number: i for i, number in enumerate(self.arrivals)}
         of, tokens = np.full(len(index), NO_PREFIX, np.int64), np.zeros(len(index), np.int64)
         for i, one in enumerate(self.arrivals.values()):
@@ -109,14 +110,14 @@ class Recording:
 
 
 def read(path: str | Path) -> Recording:
-    """Reads a recording, with PATH.1 if the same engine wrote it: at its start a server moves the
-    file that it finds there. Raises RecordingError with the file and what is wrong."""
+    """Reads a recording, with PATH.1 if the same engine wrote it: a server renames the file that it
+    finds at its start. RecordingError names the file and the problem."""
     notes, before = list[str](), older(Path(path))
     files = [newest := RecordedFile(Path(path))]
     if before.exists():
         try:
             file = RecordedFile(before)
-        except RecordingError as error:  # of another version, say
+        except RecordingError as error:  # of another version, for example
             notes.append(f"{error}: left out")
         else:
             if file.header == newest.header:
@@ -135,7 +136,7 @@ def read(path: str | Path) -> Recording:
 
 
 class _Reader:
-    """Takes events one by one, as there may be too many to keep them."""
+    """Takes events one by one, since there may be too many to keep."""
 
     def __init__(self) -> None:
         self.lost = 0
@@ -148,7 +149,7 @@ class _Reader:
     def on_event(self, event: Event) -> None:
         match event:
             case Arrival():
-                self._arrivals.setdefault(event.number, event)  # PATH says again who is there
+                self._arrivals.setdefault(event.number, event)  # PATH repeats unfinished requests
             case End():
                 self._ends[event.number] = event
             case Lost():
@@ -161,7 +162,7 @@ class _Reader:
                 self._steps += 1
 
     def recording(self, header: Header, start: float, notes: list[str]) -> Recording:
-        """All that was taken."""
+        """The recording of all events taken."""
         numbers = np.array(self._numbers).reshape(self._steps, len(_NUMBERS))
         columns = dict(zip(_NUMBERS, numbers.T, strict=True))
         features = np.array(self._features).reshape(self._steps, len(FEATURES))
@@ -227,7 +228,7 @@ class Traffic:
 
     Attributes:
         workload: The requests that wrote at least one token.
-        notes: What was left out or changed, a line each.
+        notes: What was left out or changed, one line each.
     """
 
     workload: Workload
@@ -235,9 +236,9 @@ class Traffic:
 
 
 def traffic_of(recording: Recording) -> Traffic:
-    """The requests, from the arrival of the first on. Requests that are older than the recording
-    arrive at its start, with what they had generated as part of their prompts and without TTFT or
-    JCT targets. Raises RecordingError if no request wrote a token."""
+    """The requests, from the first arrival on. Requests that are older than the recording arrive at
+    its start, with their generated tokens as part of their prompts and without TTFT or JCT targets.
+    Raises RecordingError if no request wrote a token."""
     seen = np.unique(recording.token_request, return_counts=True)
     tokens = dict(zip(*(column.tolist() for column in seen), strict=True))
     outputs = {number: _output(recording, number, tokens) for number in recording.arrivals}
@@ -269,11 +270,11 @@ def again(
     """Simulates the traffic on `system`, with the policy, limits and pool that served it.
 
     Args:
-        recording: What was served.
+        recording: The recording.
         system: Where to simulate it.
-        seed: None for the recording's.
-        checked: As in `RunOptions`.
-        record_rows: As in `RunOptions`.
+        seed: None for the recording's seed.
+        checked: See `RunOptions`.
+        record_rows: See `RunOptions`.
     """
     header = recording.header
     return simulate(
@@ -300,7 +301,7 @@ def served(recording: Recording) -> SimulationResult:
     """The traffic as it was served, in the form of a simulation's result. Raises RecordingError if
     no request wrote a token."""
     known = np.array(list(recording.arrivals), np.int64)
-    found = np.isin(recording.token_request, known)  # whose arrivals were not lost
+    found = np.isin(recording.token_request, known)  # arrivals that were not lost
     mine, at = recording.token_request[found], recording.token_step[found]
     numbers, count = np.unique(mine, return_counts=True)
     if not len(numbers):
@@ -341,7 +342,7 @@ def _batches(recording: Recording, origin: float) -> BatchRecords:
 
 
 def _counts(ends: list[End | None], name: str) -> np.ndarray:
-    """A number of each request, 0 while it goes on."""
+    """A number for each request, 0 while it has not ended."""
     return np.array([0 if end is None else getattr(end, name) for end in ends], np.int64)
 
 
@@ -392,7 +393,7 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
 
 
 def _within_lengths(prefixes: Prefixes, prompt: np.ndarray, output: np.ndarray) -> Prefixes:
-    """No longer than the streams are, of which some are cut."""
+    """Limits prefixes to the lengths of the texts, some of which are cut."""
     source = prefixes.prefix_of
     longest = np.where(source >= 0, (prompt + output)[source], 0)
     tokens = np.minimum(np.minimum(prefixes.prefix_len, prompt), longest)

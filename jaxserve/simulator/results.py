@@ -1,4 +1,4 @@
-"""What a simulation gives: one record a request, one a batch, and their summary."""
+"""Results of a simulation: a record per request, a record per batch, and their summary."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class RequestRecords:
     workload's start.
 
     Attributes:
-        workload: What the requests asked for.
+        workload: The requests.
         preemptions: int64 [n], how often each lost its cache.
         replica: int64 [n], the replica that served it, or REFUSED.
         token_times: float64 [sum of tokens], when each token reached the host. Request i's are
@@ -44,8 +44,8 @@ class RequestRecords:
             failed or had not ended at `end`.
         failed: bool [n], requests that ended early because their replica died.
         end: When the run was cut off; inf if it was not.
-        found: int64 [n], tokens of each prompt that were found; None without prefix caching.
-        drafts: As `Served.drafts`.
+        found: int64 [n], cached tokens of each prompt; None without prefix caching.
+        drafts: See `Served.drafts`.
     """
 
     workload: Workload
@@ -108,7 +108,7 @@ class RequestRecords:
 
     @property
     def times(self) -> Times:
-        """The times in the form that load tests measure them in."""
+        """The times in the form used for load tests."""
         going = ~self.finished & ~self.refused & ~self.failed
         return Times(self.arrival, self.token_times, self.tokens, self.finished, going, self.end)
 
@@ -146,7 +146,7 @@ class RequestRecords:
 
     @property
     def tpot(self) -> np.ndarray:
-        """Mean time between tokens of each request with more than one, preempted time included,
+        """Mean time between tokens of each request with more than one, including preempted time,
         float64."""
         several = self.tokens > 1
         span = (self.times.last_token - self.first_token)[several]
@@ -154,7 +154,7 @@ class RequestRecords:
 
     @property
     def tbt(self) -> tuple[np.ndarray, np.ndarray]:
-        """As `Times.tbt`."""
+        """See `Times.tbt`."""
         return self.times.tbt
 
 
@@ -169,7 +169,7 @@ class BatchRecords:
         num_tokens: Tokens computed.
         num_decodes: Decodes in the batch.
         num_prefills: Prefill chunks in the batch.
-        kv_used: Tokens that the blocks in use have room for.
+        kv_used: Tokens that fit in the blocks in use.
         preemptions: Requests that lost their cache since the batch before.
         num_hidden: Requests in the batch with hidden caches.
         num_recomputed: Tokens computed again after their cache was lost.
@@ -207,20 +207,20 @@ class BatchRecords:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The records of one simulation. Those from `goodput_bound` to `found_by` are set only where
-    the schedule was searched for (`oracle.search`).
+    """The records of one simulation. Fields from `goodput_bound` to `found_by` are set only if the
+    schedule was searched for (`oracle.search`).
 
     Attributes:
-        requests: What became of each request.
-        batches: What each batch was.
+        requests: Records of the requests.
+        batches: Records of the batches.
         rows: By replica and batch, which requests were in it; None if not recorded.
         kv_tokens: Size of the cache of one replica, tokens.
         seed_read: Whether the seed may change the outcome for the same workload.
         goodput_bound: Requests/s that no schedule exceeds, inf if there is no bound.
         search_runs: Schedules simulated.
         found_by: Name of the policy with the best schedule, see `oracle.search.Found`.
-        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
-            for.
+        expected: float64 [n], seconds to the first token as predicted on arrival; None if not
+            requested.
     """
 
     requests: RequestRecords
@@ -247,27 +247,27 @@ class SimulationResult:
         a rate of nothing, for example if every request was refused.
 
         Args:
-            rule: Who attains their SLO.
+            rule: When a request attains its SLO.
 
         Returns:
             latency_s: Sum of the batch times (InferMax section 4.1) of the busiest replica.
             makespan_s: First arrival to last token, or to the end of a run that was cut off.
             tps: Generated tokens over latency_s.
-            mean_tpot_s: Over requests with more than one token, preempted time included.
+            mean_tpot_s: Over requests with more than one token, including preempted time.
             slo_attainment: Share of the requests with targets that finished within all of their own
-                (`sched/slo/metrics.py`); None where nobody has any.
+            (`sched/slo/metrics.py`); None if no request has any.
             ttft_attainment, tbt_attainment, jct_attainment, max_tbt_attainment: The same for one
-                target, of those that have it.
-            num_refused: Requests that found the queue full; they attain nothing and count in no
-                latency.
+            target, among requests that have it.
+            num_refused: Requests that found the queue full; they attain nothing and are in no
+            latency.
             num_failed: Requests that ended early because their replica died.
-            num_dropped: Requests that were left out as too long; they count nowhere else.
+            num_dropped: Requests that were left out as too long; they are counted nowhere else.
             saved_slots, loaded_slots: Slots of one plane moved to and from host memory.
             mean_shared_blocks, peak_shared_blocks: Blocks that several requests hold, over the time
                 of the batches.
-            drafted_tokens, accepted_tokens: Drafted tokens that were computed, and those that were
-                right; only where some could be drafted.
-            goodput_bound_per_s, search_runs: As the fields, only if the schedule was searched for.
+            drafted_tokens, accepted_tokens: Drafted tokens that were computed, and accepted ones;
+            only if tokens could be drafted.
+            goodput_bound_per_s, search_runs: See the fields; only if the schedule was searched for.
             tiers, classes: The same by name, see `metrics.group_metrics`.
         """
         requests, batches = self.requests, self.batches
@@ -323,12 +323,12 @@ class SimulationResult:
 
     @property
     def met(self) -> Attained:
-        """Which requests met which of their targets."""
+        """Which targets each request met."""
         return attained(self.requests.times, self.requests.workload.terms)
 
     @property
     def attained(self) -> np.ndarray:
-        """Who attained their SLO by a server's verdict, bool [n]."""
+        """Which requests attained their SLO by a server's verdict, bool [n]."""
         return self.met.slo()
 
     def _search(self) -> dict[str, Any]:
@@ -338,10 +338,10 @@ class SimulationResult:
         return {"goodput_bound_per_s": bound, "search_runs": self.search_runs}
 
     def request_table(self) -> dict[str, np.ndarray]:
-        """Columns of the per-request table, [n] each: limit is max_tokens as asked for; slo_ttft,
-        slo_tbt, slo_jct and slo_max_tbt are the targets in seconds as they were asked for, inf for
-        none; replica is REFUSED, and times are nan, where the queue was full; attained is None for
-        who has no targets."""
+        """Columns of the per-request table, [n] each: limit is the requested max_tokens; slo_ttft,
+        slo_tbt, slo_jct and slo_max_tbt are the requested targets in seconds, inf for none; replica
+        is REFUSED, and times are nan, if the queue was full; attained is None for requests without
+        targets."""
         r, asked = self.requests, self.requests.workload
         attained = self.attained.astype(object)
         attained[~asked.terms.asked] = None

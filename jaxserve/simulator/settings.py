@@ -1,4 +1,4 @@
-"""What is simulated, where and how, and what became of the requests there."""
+"""Settings of a simulation, and what it returns for its requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxserve.simulator.workloads.workload import Workload
 
 REFUSED = -1  # the replica of a request that found the queue full
 
-# A batch, as `BatchRecords` has them.
+# A batch, see `BatchRecords`.
 BATCH = np.dtype(
     [("start", np.float64), ("duration", np.float64)]
     + [
@@ -38,12 +38,12 @@ BATCH = np.dtype(
 @dataclass(frozen=True)
 class Fault:
     """A replica that gets slower, or dies. It dies once the step that its host waits for has ended.
-    Its requests without a token then go elsewhere, once; the others end with what they have.
+    Its requests without a token are then rerouted, once; the others end with the tokens they have.
 
     Attributes:
         replica: Its number.
         time: When, seconds.
-        slowdown: How many times as long its steps take from then on; inf if it dies.
+        slowdown: Factor of its step times from then on; inf if it dies.
         notice: Seconds until the routers notice a death.
 
     Raises:
@@ -71,13 +71,13 @@ class Routing:
 
     Attributes:
         name: One of `routing.ROUTERS`.
-        routers: How many there are. Router i of n has every n-th replica and every n-th request.
-        interval: Seconds between two snapshots of a replica; 0 for routers that see replicas as
-            they are.
-        age: Seconds that a snapshot is under way, less than the interval.
+        routers: Number of routers. Router i of n has every n-th replica and every n-th request.
+        interval: Seconds between two snapshots of a replica; 0 for routers that always see the
+        present state.
+        age: Delay of a snapshot in seconds, less than the interval.
         loss: Share of the snapshots that get lost.
         faults: At most one for each replica.
-        prefixes: Whether routers look at what is in the prefix caches.
+        prefixes: Whether routers use the contents of prefix caches.
 
     Raises:
         ValueError: For other values.
@@ -110,17 +110,17 @@ class Routing:
 
     @property
     def looks(self) -> bool:
-        """Whether the routers look at snapshots."""
+        """Whether the routers use snapshots."""
         return ROUTERS[self.name].looks
 
     @property
     def finds(self) -> bool:
-        """Whether the routers look at prefix caches."""
+        """Whether the routers use the contents of prefix caches."""
         return ROUTERS[self.name].finds and self.prefixes
 
     @property
     def draws(self) -> bool:
-        """Whether where requests go depends on the seed."""
+        """Whether routing depends on the seed."""
         return ROUTERS[self.name].draws or (self.looks and self.loss > 0)
 
     def first_times(self, replicas: int) -> np.ndarray:
@@ -137,23 +137,22 @@ class EngineOptions:
         limits: By default the system's C, P = 512 (C for policies that do not chunk), any number
             of rows.
         kv_tokens: M, tokens of K and V that the pool holds.
-        num_blocks: The same in blocks, of which K and V of block_size tokens take two.
+        num_blocks: The same in blocks; K and V of block_size tokens take two.
         block_size: Tokens of a block.
-        host_tokens: Tokens of K and V that host memory holds: of checkpoints, and with
-            prefix_caching of what leaves the pool.
+        host_tokens: Tokens of K and V that fit in host memory: of checkpoints, and with
+            prefix_caching of evicted pages.
         rules: A name of `simulator.RULES`.
-        overlap: Instead of the rules'.
-        max_queue: Requests that may wait beside max_rows. Further ones are refused.
-        refuse_late: As `server.refuse_late`; inf predicts waits and refuses nobody.
-        rho: What a token read from a hidden cache costs a step, see `View`; None for no hidden
-            caches.
-        prefix_caching: Whether requests find K and V of what others have computed, as far as the
-            workload's prefixes say that their tokens are the same. Not by itself, whatever the
-            rules.
-        retention: Which of what nobody reads stays: a name of `registry.RETENTIONS`, with
-            parameters. Others than `lru` run in Python.
-        online: Policies see a model that begins as this one and learns from the steps, as a
-            server's do.
+        overlap: Overrides that of the rules.
+        max_queue: Requests that may wait, in addition to max_rows. Further ones are refused.
+        refuse_late: See `server.refuse_late`; inf predicts waits and refuses none.
+        rho: Added time of a step for a token read from a hidden cache, see `View`; None for no
+            hidden caches.
+        prefix_caching: Whether requests reuse K and V of others, as far as the workload's prefixes
+        say that their tokens are the same. Off by default, whatever the rules.
+        retention: Which unread pages are kept: a name of `registry.RETENTIONS`, with parameters.
+        Others than `lru` run in Python.
+        online: Policies see a model that starts as this one and learns from the steps, as in a
+        server.
     """
 
     limits: Limits | None = None
@@ -176,7 +175,7 @@ class FleetOptions:
     """The replicas.
 
     Attributes:
-        replicas: How many, each with a policy of its own.
+        replicas: Number of replicas, each with its own policy.
         routing: A name stands for one router that sees all.
     """
 
@@ -186,13 +185,13 @@ class FleetOptions:
 
 @dataclass(frozen=True)
 class TrafficOptions:
-    """What of the workload is served, and what beside it.
+    """Which part of the workload is served, and what is served beside it.
 
     Attributes:
-        best_effort: What comes beside the workload.
+        best_effort: Additional best-effort traffic.
         until: When the run is cut off, seconds.
-        drop_too_long: Whether requests that M, or C, cannot hold are left out and counted; the
-            others ask for no more than fits. Else they are an error.
+        drop_too_long: Whether requests that exceed M or C are left out and counted; the others are
+            limited to what fits. Otherwise they are an error.
     """
 
     best_effort: ClosedLoop | None = None
@@ -202,22 +201,21 @@ class TrafficOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How the simulation runs, and what it keeps.
+    """How the simulation runs, and what it records.
 
     Attributes:
-        seed: For whatever is drawn.
-        checked: Whether plans are checked as the engine does; by default all but those of built-in
-            policies.
+        seed: For all random draws.
+        checked: Whether plans are checked as in the engine; by default all but those of built-in
+        policies.
         compiled: Whether to run with numba (`dispatch.py`); by default if it can be. The outcome is
             the same.
-        coast: In Python, whether to take certain steps several at once. The outcome is the same.
-        record_rows: Whether to keep who was in each batch.
+        coast: In Python, whether to run several predictable steps at once. The outcome is the same.
+        record_rows: Whether to record the requests of each batch.
         record_batches: Whether to keep the batches.
         progress: progress(n) is called when n more requests have come.
         compiling: Called when numba begins to compile.
-        watch: Called before each step with what the policy sees, for example for a picture of the
-            pool (`figures.pool_view.policy_view`). Plans are checked then, and steps taken one by
-            one.
+        watch: Called before each step with the policy's view, for example for a picture of the pool
+            (`figures.pool_view.policy_view`). Plans are checked then, and steps run one by one.
     """
 
     seed: int = 0
@@ -233,13 +231,13 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a policy is simulated: what the options, the rules and the system come to. Fields that
-    are not named here are as the options have them.
+    """Where a policy is simulated: the result of the options, the rules and the system. For fields
+    not explained here see the options.
 
     Attributes:
-        num_blocks, block_size: Of each replica's pool.
-        capacity: Requests, waiting and running, that a replica has at most; others are refused.
-        fixed: What no step changes of the replicas' snapshots, see `routing.take_snapshot`.
+        num_blocks, block_size: Pool of each replica.
+        capacity: Most requests of a replica, waiting and running; others are refused.
+        fixed: Fields of the replicas' snapshots that never change, see `routing.take_snapshot`.
         host_slots: Slots of host memory for caches.
         max_model_len: Tokens of the longest request, prompt and limit.
         projects: Whether reads of hidden caches project them into K and V, see `View`.
@@ -271,10 +269,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Served:
-    """What a simulation of one workload gave.
+    """Results of the simulation of one workload.
 
     Attributes:
-        workload: All requests that came, best-effort ones included.
+        workload: All requests that came, including best-effort ones.
         token_times: float64 [sum of output_len], nan for tokens that did not come.
         preemptions: int64 [n].
         replica: int64 [n], REFUSED for requests that found no room.
@@ -282,11 +280,11 @@ class Served:
         batches: Of each replica, records with the fields of BATCH.
         seed_read: Whether a policy or a router asked for the seed.
         rows: By replica and batch, which requests were in it; None if not recorded.
-        expected: float64 [n], seconds to the first token as predicted on arrival; None if not asked
-            for.
-        found: int64 [n], tokens of each prompt that were found; None without prefix caching.
-        drafts: int64 [n] each, drafted tokens that were computed, and those that were right; None
-            where nobody could draft.
+        expected: float64 [n], seconds to the first token as predicted on arrival; None if not
+        requested.
+        found: int64 [n], cached tokens of each prompt; None without prefix caching.
+        drafts: int64 [n] each, drafted tokens that were computed, and accepted ones; None without
+        drafts.
     """
 
     workload: Workload
@@ -326,7 +324,7 @@ class BatchRows:
 
         Args:
             requests: int64 [n], numbers in the workload.
-            steps: int64 [n], how many of the batches, from the first on, each is in.
+            steps: int64 [n], number of the batches, from the first on, that each is in.
         """
         nobody, found = np.zeros(0, np.int64), []
         for step in range(1, int(steps.max()) + 1):

@@ -7,20 +7,20 @@ r"""Says which policy to serve with: all that a server takes, simulated on your 
     jaxserve advise --system=llama-2-7b@a100 --workload=sharegpt --rate=8 \
         --classes=chat:0.7:ttft=500ms:tbt=50ms,batch:0.3:tier=best_effort:jct=60s --json
 
---replay=FILE is what a server has served that was started with --config.engine.record=FILE, on a
-system that is fitted to its steps. Otherwise --workload says what comes, and --system on what: a
-profile of this machine, which `jaxserve profile --out=mine.json` writes, or MODEL@DEVICE.
-The flags are those of `jaxserve simulate`, which says more of them.
+--replay=FILE simulates the traffic that a server with --config.engine.record=FILE has served, on a
+system fitted to its steps. Otherwise --workload gives the traffic, and --system the system: a
+profile of this machine, which `jaxserve profile --out=mine.json` writes, or MODEL@DEVICE. The flags
+are those of `jaxserve simulate`, whose help explains them.
 
-First every policy is simulated with one seed; the best few then with more, --seeds in the end, and
-with 0.8 and 1.25 times the traffic, one seed again. Policies are ranked by the share of the
+First every policy is simulated with one seed; the best few then with more, in the end with --seeds,
+and with 0.8 and 1.25 times the traffic, with one seed. Policies are ranked by the share of the
 requests that attain their SLO by a server's verdict (the longest time between two tokens counts),
-then by goodput. Two are told apart where that share, or the goodput, differs by more than its 95%
-interval and by more than makes a difference: half a point, or 1%. The intervals are of the
-difference seed by seed, or where there is one run over its requests. Of those that cannot be told
-from the best the plainest is taken, the server's default before all.
+then by goodput. Two policies differ if that share, or the goodput, differs by more than its 95%
+interval and by more than half a point, or 1%. The intervals are of the difference seed by seed, or
+for a single run over its requests. Among the policies that do not differ from the best, the
+plainest is recommended, first of all the server's default.
 
-Exit codes: 0, 1 where a run fails, 2 for a command line of which nothing can be simulated.
+Exit codes: 0, 1 if a run fails, 2 if nothing can be simulated with the command line.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The schedules that a search chooses among: those of the unified scheduler, with the order of the
-requests, the shape of the batches and their tokens set freely. And small changes to them."""
+"""The schedules that a search chooses among: those of the unified scheduler with any order of
+requests, shape of batches and tokens per batch. And small changes to them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ANY = (Group(Phase.ANY, preempts=True),)
 _DECODES = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phase.WAITING))
 _STARTS = (Group(Phase.WAITING), Group(Phase.RUNNING, preempts=True))
 _PROMPTS = (Group(Phase.PREFILL | Phase.WAITING), Group(Phase.DECODE, preempts=True))
-# (groups, mixed batches): one order for all; decodes first; those who wait, or prompts, first.
+# (groups, mixed batches): one order for all; decodes first; waiting requests or prompts first.
 SHAPES = ((_ANY, True), (_ANY, False), (_DECODES, True), (_PROMPTS, True), (_STARTS, False))
-SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of C, in tokens of a batch with prompts
+SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)  # of C, tokens of a batch with prompts
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Candidate:
         return dataclasses.replace(setting, limits=limits)
 
     def ordered(self, given: np.ndarray) -> Candidate:
-        """The same with another order of the requests."""
+        """The candidate with another order of the requests."""
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, given=given))
 
 
@@ -76,7 +76,7 @@ def starts(workload: Workload, work: LeastWork, setting: Setting) -> Iterator[Ca
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    """Places from 0, equals by arrival, float64 [n]."""
+    """Ranks from 0, equal values by arrival, float64 [n]."""
     ranks = np.empty(len(values))
     ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
     return ranks
@@ -88,9 +88,9 @@ class Changes:
 
     Attributes:
         workload: The requests.
-        size: float64 [n], how much work each request is.
+        size: float64 [n], work of each request.
         setting: Where they are served.
-        rng: What the changes are drawn from.
+        rng: Random numbers for the changes.
     """
 
     workload: Workload
@@ -170,12 +170,12 @@ class Changes:
         return dataclasses.replace(candidate, policy=policy)
 
     def _some(self, which: np.ndarray) -> np.ndarray:
-        """All of them, or any share."""
+        """All of these requests, or a random share."""
         share = self.rng.choice([0.1, 0.5, 1.0])
         return which[self.rng.random(len(which)) <= share]
 
     def _distance(self, count: int) -> float:
-        """Places, small ones more often."""
+        """A number of places, usually small."""
         return float(np.exp(self.rng.uniform(0.0, np.log(count + 1.0))))
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Upper bounds on the goodput of any schedule, by relaxation; the lowest counts.
+"""Upper bounds on the goodput of any schedule, by relaxation; the lowest is used.
 
 Goodput is the number of requests that end and attain their SLO, over the seconds from the first
-arrival to the last token. So two things are bounded: how many requests that can be, and how short
-that time can be.
+arrival to the last token. So two things are bounded: the number of such requests, and the length of
+that time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxserve.simulator.oracle.least_work import LeastWork, latest
 from jaxserve.simulator.settings import Setting
 from jaxserve.simulator.workloads.workload import Workload
 
-POINTS = 48  # of time, between which work is added up
+POINTS = 48  # points of time between which work is added up
 _ROUNDING = 1e-9
 
 
@@ -24,8 +24,7 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
     """A goodput that no schedule on one replica exceeds.
 
     If k requests attain their SLO, the run lasts at least until the k-th earliest of their best
-    possible ends; and, where nobody is refused and nothing cut off, until all requests can have
-    ended.
+    possible ends; and, if no request is refused or cut off, until all requests can have ended.
 
     Args:
         workload: The requests.
@@ -39,7 +38,7 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
     work = LeastWork.of_workload(workload, setting, hidden)
     begin = float(workload.arrival.min())
     ends = workload.arrival + work.jct
-    asked = workload.terms.asked  # without any targets, all that end count
+    asked = workload.terms.asked  # without any targets, all ended requests count
     met = work.met & (ends <= until * (1 + _ROUNDING)) & (asked | ~asked.any())
     most = min((most_met(workload, met, *way, until) for way in _ways(work)), default=0)
     if until < math.inf:
@@ -53,9 +52,9 @@ def goodput_bound(workload: Workload, setting: Setting, hidden: bool, until: flo
 
 
 def _ways(work: LeastWork) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Seconds that each request takes of something that does one thing at a time, until its first
-    token and after it, float64 [n] both. Each batch takes a time of its own beside; as no batch has
-    more than 1 of a kind of share, those of some requests are at least the sum of theirs."""
+    """Seconds that each request takes of a serial resource, until its first token and after it,
+    float64 [n] both. Each batch takes additional time of its own; since no batch has more than 1 of
+    a kind of share, requests need at least as many batches as the sum of their shares."""
     for resource in work.resources:
         for shares in work.shares:
             yield (
@@ -65,8 +64,8 @@ def _ways(work: LeastWork) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 def _shortest(workload: Workload, work: LeastWork) -> float:
-    """When everybody has ended at best: the last to come takes its own time; and what comes from
-    some time on is worked on after that."""
+    """The earliest end of all requests: the last arrival takes its own time; and work that arrives
+    after some time is done after that."""
     arrival = workload.arrival
     soonest = float((arrival + work.jct).max())
     for first, rest in _ways(work):
@@ -78,16 +77,16 @@ def _shortest(workload: Workload, work: LeastWork) -> float:
 def most_met(
     workload: Workload, met: np.ndarray, first: np.ndarray, rest: np.ndarray, until: float
 ) -> int:
-    """Bounds how many of the requests in `met` one resource has time for.
+    """Bounds how many of the requests in `met` a resource has time for.
 
     A request that attains its TTFT has `first` done between its arrival and that target, and all of
-    it by `latest` or the end of the run. Of the requests whose times lie in a window, no more
-    attain their targets than its seconds hold of the shortest. Disjoint windows have no requests in
-    common (a request's times begin with its arrival), so what they exclude adds up.
+    its work by `latest` or the end of the run. Of the requests whose times lie in a window, no more
+    attain their targets than the shortest ones that fit into its seconds. Disjoint windows have no
+    requests in common (a request's times begin with its arrival), so their exclusions add up.
 
     Args:
         workload: All n requests.
-        met: bool [n], those that may attain their SLO.
+        met: bool [n], requests that may attain their SLO.
         first: float64 [n], seconds of the resource that each takes until its first token.
         rest: float64 [n], seconds that it takes after that.
         until: When the run is cut off.
@@ -98,7 +97,7 @@ def most_met(
     early = np.minimum(early, late)
     part, whole = first[met], (first + rest)[met]
     points = _points(np.concatenate([arrival, early, late]))
-    excluded = np.zeros(len(points), np.int64)  # by windows that end there, or before
+    excluded = np.zeros(len(points), np.int64)  # by windows that end by then
     for j in range(1, len(points)):
         excluded[j] = excluded[j - 1]
         ends = points[j]
@@ -114,7 +113,7 @@ def most_met(
 
 
 def _points(times: np.ndarray) -> np.ndarray:
-    """Up to POINTS of them, evenly among those there are, ascending."""
+    """At most POINTS of these times, evenly chosen, ascending."""
     times = np.unique(times[np.isfinite(times)])
     if len(times) <= POINTS:
         return times

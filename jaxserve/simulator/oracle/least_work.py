@@ -1,9 +1,9 @@
-"""The least that a request asks of a device and of its host, whatever the schedule.
+"""The least work of a request for device and host, whatever the schedule.
 
-All of it follows from three things. Every coefficient of a cost model is 0 or more, so a batch
-takes at least what it would with only some of its rows. A request has at most one token of each
-step, and all of its prompt is computed before the first. And chunks of c tokens after m cached ones
-together cost what one chunk does: the sum of c^2 + 2cm is p^2 for a prompt of p tokens.
+It follows from three facts. Every coefficient of a cost model is at least 0, so a batch takes at
+least the time of any subset of its rows. A request has at most one token of each step, and all of
+its prompt is computed before the first. And chunks of c tokens after m cached ones together cost as
+much as one chunk: the sum of c^2 + 2cm is p^2 for a prompt of p tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jaxserve.simulator.workloads.workload import Workload
 
 @dataclass(frozen=True)
 class Resource:
-    """The least time that n requests take on a resource that does one thing at a time, in seconds.
+    """The least time that n requests take on a serial resource, in seconds.
 
     Attributes:
         first: float64 [n], each request's own part of the batch times, until its first token.
         rest: float64 [n], the same after its first token.
-        batch: What any batch takes besides.
+        batch: Additional time of any batch.
     """
 
     first: np.ndarray
@@ -71,7 +71,7 @@ class LeastWork:
         p, later = workload.prompt_len, workload.output_len - 1
         owner = np.repeat(np.arange(len(p)), later)
         place = np.arange(len(owner)) - np.repeat(np.cumsum(later) - later, later) + 1
-        known = p[owner] + place  # tokens, when a step makes the next of them
+        known = p[owner] + place  # tokens when a step makes the next of them
         each = prices.later(known)
 
         def over(values: np.ndarray) -> np.ndarray:
@@ -87,7 +87,7 @@ class LeastWork:
         shares = (
             Shares(chunks / rows, later / rows),
             Shares(p / limits.max_batch_tokens, later / limits.max_batch_tokens),
-            # At the end of a prompt, and before each later token, so much is in the pool.
+            # Tokens in the pool at the end of a prompt, and before each later token.
             Shares(planes * p / slots, over(planes * (known - 1.0)) / slots),
         )
         ttft = loop.batch + row + device.first + chunks * prices.batch
@@ -104,8 +104,8 @@ def latest(workload: Workload) -> np.ndarray:
     targets, float64 [n], seconds.
 
     The 99th percentile of n times between tokens is a value, or lies a share f of the way from one
-    to the next. Up to n = 100 that next one is the largest: all others are within the target, and
-    it is within target / f.
+    to the next. Up to n = 100 the next one is the largest: all others are within the target, and it
+    is within target / f.
     """
     gaps = workload.output_len - 1
     place = 0.99 * np.maximum(gaps - 1, 0)
@@ -122,12 +122,12 @@ def latest(workload: Workload) -> np.ndarray:
 def _slow_gaps(
     step: np.ndarray, place: np.ndarray, tbt: np.ndarray, setting: Setting
 ) -> np.ndarray:
-    """Which times between tokens cannot be within the target, bool; at least as many are not.
-    step: seconds that the later token's takes at least.
+    """Which times between tokens cannot be within the target, bool; at least this many are not.
+    step: least seconds of the later token's step.
 
-    Where the host takes no time, or plans when a step has ended, a token is there when its step
-    ends, and steps follow one another. Otherwise a step is launched after the tokens of the one
-    before the last are there: two gaps together are at least as long as the second one's step.
+    If the host takes no time, or plans when a step has ended, a token arrives when its step ends,
+        and steps follow one another. Otherwise a step is launched after the tokens of the step
+        before the last have come: two gaps together are at least as long as the second one's step.
     """
     if not setting.overlap or not any(setting.host.as_dict().values()):
         return np.asarray(step > _more(tbt))
@@ -135,7 +135,7 @@ def _slow_gaps(
 
 
 def _more(seconds: np.ndarray) -> np.ndarray:
-    """Times that sums in another order may come to."""
+    """Slightly longer times, since sums in another order may be larger."""
     return np.asarray(seconds * (1 + 1e-9) + 1e-9)
 
 
@@ -143,7 +143,7 @@ def _more(seconds: np.ndarray) -> np.ndarray:
 class _Prices:
     """Seconds, for all layers. batch: of any batch; token, decode, prefill: of one; read: of a
     token that a decode has cached; quad, before: of a chunk's c^2 + 2cm, and m. short: tokens by
-    which a cost model may count fewer read than there are."""
+    which a cost model may undercount those read."""
 
     batch: float = 0.0
     token: float = 0.0
@@ -156,7 +156,7 @@ class _Prices:
 
     @classmethod
     def of(cls, setting: Setting, hidden: bool) -> _Prices:
-        """None but 0 for cost models of somebody else's, which may say anything."""
+        """All 0 for unknown cost models, since nothing can be said about them."""
         model = setting.cost_model
         linear = model.linear if type(model) is InferMaxCostModel else model
         if type(linear) is not LinearCostModel:
@@ -167,19 +167,19 @@ class _Prices:
                 return cls()
             factor, short = min(1.0, model.attention_factor), 1  # the mean is rounded down
         found = _of_a_layer(k, factor, short, _padded(setting), hidden)
-        each = k.per_expert * linear.experts_per_token  # what a batch of one token reads
+        each = k.per_expert * linear.experts_per_token  # read by a batch of one token
         found = replace(found, batch=found.batch + each)
         scaled = {f.name: linear.num_layers * getattr(found, f.name) for f in fields(cls)}
         return cls(**{**scaled, "short": short})
 
     def prompt(self, tokens: np.ndarray) -> np.ndarray:
-        """Of all of a prompt, float64 [n]."""
+        """Seconds of whole prompts, float64 [n]."""
         return np.asarray(self.token * tokens + self.prefill + self.quad * tokens**2.0)
 
     def later(self, known: np.ndarray) -> np.ndarray:
-        """Of a step that makes a token after so many: as a decode, or as a prefill of c >= 2 of
-        them after m = known - c cached ones. What that costs is concave in m, so that it is least
-        at one of the ends, c = 2 or m = 0."""
+        """Seconds of a step that makes a token after `known` tokens: as a decode, or as a prefill
+        of c >= 2 of them after m = known - c cached ones. That cost is concave in m, so it is
+        lowest at one of the ends, c = 2 or m = 0."""
         decode = self.token + self.decode + self.read * (known - self.short)
         two = self.quad * (4.0 * known - 4) + self.before * (known - 2)
         again = 2 * self.token + self.prefill + np.minimum(two, self.quad * known**2.0)
@@ -201,7 +201,7 @@ def _of_a_layer(k: Coefficients, factor: float, short: int, padded: float, hidde
 
 
 def _padded(setting: Setting) -> float:
-    """Padding only adds tokens, but that what is over the last bucket counts as the last."""
+    """Padding only adds tokens, except that sizes beyond the last bucket count as the last."""
     padding, limits = setting.padding, setting.limits
     if padding is None:
         return 1.0

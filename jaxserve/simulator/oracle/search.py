@@ -1,8 +1,8 @@
 """The best schedule for a known workload, by search (AccelGen section 6.1, "Oracle").
 
 Every policy is tried, then the unified scheduler with a few orders of the requests; then the best
-of these are changed a little, again and again. Each is simulated, so what is found is feasible. How
-far it may be below the optimum, `goodput_bound.py` bounds.
+of these are changed slightly, again and again. Each is simulated, so results are feasible.
+`goodput_bound.py` bounds how far they may be below the optimum.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from jaxserve.simulator.results import RequestRecords
 from jaxserve.simulator.settings import RunOptions, Served, Setting, TrafficOptions
 from jaxserve.simulator.workloads.workload import Workload
 
-# Beside each policy with the parameters that it has.
+# In addition to each policy with its default parameters.
 VARIED = ("sarathi+ef", "sarathi_pc+ef", "vllm+ef", "edf+ef", "infermax:expect=nothing")
 _KEPT = 6  # candidates that are changed further
-_NEAR = 1 - 1e-6  # of the bound: there is nothing left to find
+_NEAR = 1 - 1e-6  # of the bound: nothing is left to find
 
 
 class NotSearched(ValueError):
-    """The search does not support this simulation; one line says why."""
+    """The search does not support this simulation; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Found:
     """The best schedule that a search found.
 
     Attributes:
-        name: Of its policy, or `ordered` for a schedule of the search's own.
+        name: Name of its policy, or `ordered` for a schedule of the search itself.
         served: Its run.
         bound: Requests/s that no schedule exceeds, inf if there is no bound.
         runs: Schedules simulated.
@@ -88,8 +88,8 @@ def search(
         workload: The requests.
         setting: Where they are served.
         traffic: When the run is cut off.
-        options: How. The search as such cannot be compiled; progress(n) is called as it goes on, n
-            adding up to the requests.
+        options: Execution options. The search cannot be compiled; progress(n) is called as it
+            proceeds, n adding up to the number of requests.
 
     Raises:
         NotCompiled: `options.compiled` is True.
@@ -132,7 +132,7 @@ def search(
 
 @dataclass
 class _Told:
-    """Reports the progress of the search as requests that have come."""
+    """Reports the progress of the search as arrived requests."""
 
     progress: Callable[[int], None] | None
     whole: int
@@ -221,7 +221,7 @@ def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) ->
             break
         note(runner.candidate(first))
     while pool and best is not None and best.score[0] < bound * _NEAR and not left.over():
-        # Half of the time the best of all, so that it gets better soon.
+        # Half of the time the best of all, so that results improve soon.
         parent = pool[0 if rng.random() < 0.5 else int(rng.integers(len(pool)))]
         assert parent.candidate is not None
         note(runner.candidate(changes.changed(parent.candidate, parent.met)))
@@ -231,7 +231,7 @@ def _search(oracle: OraclePolicy, runner: _Runner, bound: float, told: _Told) ->
 
 
 def _portfolio(oracle: OraclePolicy, runner: _Runner) -> Iterator[_Tried]:
-    """Of all policies that can serve the workload."""
+    """Runs of all policies that can serve the workload."""
     for name in portfolio(oracle.portfolio):
         policy, setting = make_policy(name), runner.setting
         limits, workload = setting.limits, runner.workload
@@ -247,8 +247,8 @@ def _portfolio(oracle: OraclePolicy, runner: _Runner) -> Iterator[_Tried]:
 
 
 def portfolio(which: Portfolio) -> list[str]:
-    """The names of the policies that a search begins with: all that are registered but the oracle,
-    and some with parameters."""
+    """The names of the policies that a search begins with: all registered ones but the oracle, and
+    some with parameters."""
     names = [name for name in policies() if not isinstance(make_policy(name), OraclePolicy)]
     names += VARIED
     if which is Portfolio.QUICK:
@@ -257,14 +257,14 @@ def portfolio(which: Portfolio) -> list[str]:
 
 
 class _Left:
-    """How much of the search is left, once the portfolio has been tried."""
+    """The remaining search time or runs after the portfolio."""
 
     def __init__(self, oracle: OraclePolicy, told: _Told) -> None:
         self._oracle, self._told = oracle, told
         self._began, self._runs = time.monotonic(), 0
 
     def over(self) -> bool:
-        """Whether there is to be no other run; else counts one."""
+        """Whether the search is over; otherwise counts a run."""
         oracle = self._oracle
         if oracle.runs is not None:
             done, whole = float(self._runs), float(oracle.runs)

@@ -1,1 +1,1 @@
-"""Simulated replicas: the engine's loop on a virtual clock, and what comes to it."""
+"""Simulated replicas: the engine's loop on a virtual clock, and its arrivals."""

@@ -19,7 +19,7 @@ class Lateness:
     """Predicts waits, and refuses requests that would come too late.
 
     Args:
-        refuse_late: As `server.refuse_late`; inf predicts but refuses nobody, None does neither.
+        refuse_late: See `server.refuse_late`; inf predicts but refuses none, None does neither.
     """
 
     def __init__(self, refuse_late: float | None) -> None:
@@ -55,9 +55,9 @@ class BoundedQueue:
     """Counts the requests that are queued or running at each replica.
 
     Args:
-        capacity: Requests that a replica has at most, inf for any number.
+        capacity: Most requests of a replica, inf for no limit.
         replicas: Number of replicas.
-        outputs: Of all requests, as far as they are known.
+        outputs: Outputs of all requests known so far.
     """
 
     def __init__(self, capacity: float, replicas: int, outputs: Outputs) -> None:

@@ -14,7 +14,7 @@ from jaxserve.simulator.workloads.workload import Workload
 
 
 class Requests:
-    """The workload's requests, made when they arrive."""
+    """Makes the workload's requests when they arrive."""
 
     def __init__(self, workload: Workload) -> None:
         self.arrival = [*workload.arrival.tolist(), math.inf]
@@ -60,15 +60,15 @@ class Arrivals:
     by batch.
 
     A batch follows as soon as the host has the last token of the one before it, so its time is not
-    known in advance. Its lengths do not depend on it.
+    known in advance. Its lengths do not depend on the time.
 
     Args:
         workload: The open workload.
         loop: The closed loop, if any.
-        seed: Of the loop's lengths.
+        seed: Seed of the loop's lengths.
 
     Attributes:
-        outputs: Of all requests that are known by now.
+        outputs: Outputs of all requests known so far.
         num_open: Requests of the workload.
     """
 
@@ -78,9 +78,9 @@ class Arrivals:
         self._loop, self._seed = loop, seed
         self._open, self._next = Requests(workload), 0
         self._workload, self._batches = workload, list[Workload]()
-        self._batch: Requests | None = None  # the loop's last one
+        self._batch: Requests | None = None  # the loop's last batch
         self.num_open = len(workload)
-        self._first = self._coming = self.num_open  # its first number, and the next that comes
+        self._first = self._coming = self.num_open  # its first number, and that of the next arrival
         if loop is not None:
             self._submit(0.0)
 
@@ -121,7 +121,7 @@ class Arrivals:
 
     @property
     def _batch_time(self) -> float:
-        """When the loop's next request comes."""
+        """The arrival time of the loop's next request."""
         if self._batch is None:
             return math.inf
         return self._batch.arrival[self._coming - self._first]

@@ -12,7 +12,7 @@ class Clock:
     """The time of a replica's host thread, and when its device is free, in seconds.
 
     Attributes:
-        host: How long the host's thread takes.
+        host: Times of the host's thread.
         pace: Factor on these times.
         now: The host thread's time.
         device_free: When the device has finished all work launched so far.
@@ -24,12 +24,13 @@ class Clock:
     device_free: float = 0.0
 
     def wake(self, arrival: float) -> float:
-        """A request arrives at an idle replica and wakes the host; returns when it goes on."""
+        """A request arrives at an idle replica and wakes the host. Returns when the host
+        continues."""
         self.now = max(self.now, arrival + self.host.wake)
         return self.now
 
     def receive(self, requests: int) -> None:
-        """The host takes in so many new requests, before it plans a step."""
+        """The host receives this many new requests before it plans a step."""
         self.now += (self.host.receive + self.host.receive_row * requests) * self.pace
 
     def plan(self, live: int) -> None:
@@ -44,8 +45,8 @@ class Clock:
         Args:
             rows: Rows of the batch.
             admitted: Rows that take a slot for sampling.
-            moves: Operations on the pool that go with it.
-            seconds: How long the device takes.
+            moves: Number of its operations on the pool.
+            seconds: Time on the device.
             idle: Whether nothing is in flight.
 
         Returns:
@@ -66,10 +67,10 @@ class Clock:
         self.device_free = max(self.now, self.device_free) + seconds
 
     def land(self, end: float) -> float:
-        """The host waits for a step that ends at `end`; returns when it has the tokens."""
+        """The host waits for a step that ends at `end`. Returns when it has the tokens."""
         self.now = max(self.now, end)
         return self.now
 
     def finish(self, rows: int) -> None:
-        """The host processes the tokens of so many rows."""
+        """The host processes the tokens of this many rows."""
         self.now += (self.host.finish + self.host.finish_row * rows) * self.pace

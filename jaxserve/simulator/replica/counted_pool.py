@@ -18,7 +18,7 @@ class CountedPool(BlockPool):
         num_blocks: Blocks of the pool.
         block_size: Tokens of a block.
         max_owners: Rows that may hold blocks.
-        width: Blocks of a plane that a row may have at most.
+        width: Most blocks of a row in a plane.
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_owners: int, width: int) -> None:
@@ -41,11 +41,11 @@ class CountedPool(BlockPool):
         raise ValueError("blocks are only counted here; a policy with counts_blocks asked for ids")
 
     def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
-        """The right number of slots, all NOBODY's, int32 [planes * (end - first), 2]."""
+        """The right number of slots, all NOBODY, int32 [planes * (end - first), 2]."""
         return self._some(int(PLANES[self.kind[row]]) * (end - first))
 
     def slots_of_all(self, *ranges: np.ndarray) -> tuple[tuple[int, ...], np.ndarray]:
-        """See `BlockPool`; all slots are NOBODY's."""
+        """See `BlockPool`; all slots are NOBODY."""
         rows, first, end = ranges
         counts = PLANES[self.kind[rows]] * (end - first)
         return tuple(counts.tolist()), self._some(int(np.add.reduce(counts)))
@@ -81,7 +81,7 @@ class CountedPool(BlockPool):
         self.kind[row], self.direction[row] = KV, LEFT
 
     def release_all(self, rows: np.ndarray) -> None:
-        """See `BlockPool`. The rows must be different."""
+        """See `BlockPool`. The rows must be distinct."""
         self._left += int(np.add.reduce(self.blocks_held(rows)))
         self.held[rows] = 0
         self.kind[rows], self.direction[rows] = KV, LEFT

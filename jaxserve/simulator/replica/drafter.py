@@ -1,4 +1,4 @@
-"""What a simulated replica drafts from: its requests' texts, as far as they can be guessed."""
+"""The drafter of a simulated replica: its requests' texts, as far as they can be guessed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ SOURCE = "simulated"  # the drafter's name
 
 
 class Guesses:
-    """The texts of all requests of a workload, drawn once, by seed and number: they are the same
-    whatever is planned, and whoever serves them.
+    """The texts of all requests of a workload, drawn once, by seed and number: they do not depend
+    on plans or replicas.
 
     Args:
         workload: The requests, with how well each can be guessed.
-        seed: Of the texts.
+        seed: Seed of the texts.
 
     Attributes:
-        offered: bool [sum of output_len], of which tokens there is a guess, one request after the
-            other.
-        ahead: int64 [sum of output_len], how many tokens in a row, from each on, are as guessed.
+        offered: bool [sum of output_len], tokens for which there is a guess, one request after the
+        other.
+        ahead: int64 [sum of output_len], number of consecutive tokens from each on that equal their
+        guesses.
     """
 
     def __init__(self, workload: Workload, seed: int) -> None:
@@ -47,12 +48,12 @@ class Guesses:
 
 
 class Drafter:
-    """Offers the scheduler what it may draft, and learns how often that is right, as the engine's
-    drafters do (`sched/speculation/acceptance.py`).
+    """Offers drafts to the scheduler and learns how often they are right, like the engine's
+    drafters (`sched/speculation/acceptance.py`).
 
     Args:
-        scheduler: Of the replica.
-        guesses: Of the workload's requests.
+        scheduler: Scheduler of the replica.
+        guesses: Guesses of the workload's requests.
         outputs: Where the tokens of each begin.
     """
 
@@ -62,17 +63,17 @@ class Drafter:
         self._of: dict[int, RequestRates] = {}  # by row
 
     def begin(self, row: int, tenant: str) -> None:
-        """A request has come."""
+        """Adds a request."""
         self._of[row] = self._rates.of(tenant)
         self._scheduler.offer(row, 0, 0.0)
 
     def right(self, requests: np.ndarray, before: np.ndarray, drafts: np.ndarray) -> np.ndarray:
-        """How many of their drafts are right, int64 [n].
+        """How many of the requests' drafts are right, int64 [n].
 
         Args:
             requests: int64 [n], numbers.
-            before: int64 [n], tokens of each that are known.
-            drafts: int64 [n], how many were computed behind them.
+            before: int64 [n], known tokens of each.
+            drafts: int64 [n], number of drafts computed after them.
         """
         places = np.minimum(self._places(requests, before), len(self._guesses) - 1)
         return np.minimum(self._guesses.ahead[places], drafts)
@@ -80,18 +81,18 @@ class Drafter:
     def observe(
         self, rows: np.ndarray, requests: np.ndarray, before: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Tokens came: what was guessed of them is compared, whether it was drafted or not, and
-        what may follow is offered.
+        """Takes new tokens: compares them with their guesses, whether drafted or not, and offers
+        guesses of the following ones.
 
         Args:
             rows: int64 [n].
-            requests: int64 [n], numbers of requests that go on.
+            requests: int64 [n], numbers of the continuing requests.
             before: int64 [n], tokens of each that were known.
-            counts: int64 [n], how many came.
+            counts: int64 [n], number of new tokens.
         """
         guesses, first = self._guesses, self._places(requests, before)
         known = len(guesses)
-        mine = np.flatnonzero(first + counts < known)  # not of a closed loop
+        mine = np.flatnonzero(first + counts < known)  # without requests of a closed loop
         place, came = first[mine], counts[mine]
         had, has = guesses.offered[place], guesses.offered[place + came]
         right = np.minimum(guesses.ahead[place], came)
@@ -106,7 +107,7 @@ class Drafter:
             self._scheduler.offer(row, MOST + 1, self._of[row].estimate(SOURCE))
 
     def end(self, row: int) -> None:
-        """Its request is over."""
+        """Removes a request that has ended."""
         del self._of[row]
 
     def _places(self, requests: np.ndarray, before: np.ndarray) -> np.ndarray:

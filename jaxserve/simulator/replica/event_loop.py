@@ -1,6 +1,7 @@
-"""Simulations in Python: the event loop over replicas that each run the engine's own scheduler.
+"""Simulations in Python: the event loop over replicas, each of which runs the engine's own
+scheduler.
 
-The next event is an arrival, which is routed to a replica, one in front of the replicas
+The next event is an arrival, which is routed to a replica, an event in front of the replicas
 (`router_front.py`), or the next iteration of a replica's loop (`replica.py`). Nothing depends on
 the machine's own clock.
 """
@@ -48,14 +49,14 @@ def run_in_python(
     """Serves the workload in Python.
 
     Args:
-        policies: One for each replica.
+        policies: One per replica.
         workload: The requests.
         setting: Where they are served.
-        traffic: What comes beside them, and when the run is cut off.
-        options: How.
+        traffic: Additional traffic, and when the run is cut off.
+        options: Execution options.
 
     Raises:
-        InvalidPlan: A policy plans what cannot be booked, or makes no progress.
+        InvalidPlan: A policy's plan cannot be booked, or it makes no progress.
     """
     arrivals = Arrivals(workload, traffic.best_effort, setting.seed)
     outputs = arrivals.outputs
@@ -69,7 +70,7 @@ def run_in_python(
             setting,
             outputs=outputs,
             number=number,
-            # What is learned, or found, may change any plan.
+            # Learned values, or cached prefixes, may change any plan.
             coasts=options.coast
             and policy.steady
             and not policy.speculates
@@ -122,8 +123,8 @@ def run_in_python(
 
 
 def _renumbered(rows: list[BatchRows], numbers: np.ndarray) -> list[BatchRows]:
-    """The batches with each request's place in order of arrival instead of its number. numbers: of
-    all requests, in order of arrival."""
+    """The batches with each request's place in order of arrival instead of its number. numbers:
+    those of all requests, in order of arrival."""
     if not rows or (numbers == np.arange(len(numbers))).all():
         return rows
     place = np.zeros(int(numbers.max()) + 1, np.int64)

@@ -25,5 +25,5 @@ class Events:
         """The time and number of the next event; inf and -1 if there is none."""
         heap = self._heap
         while heap and self._times[heap[0][1]] != heap[0][0]:
-            heapq.heappop(heap)  # it has another time by now
+            heapq.heappop(heap)  # its time has changed
         return heap[0] if heap else (math.inf, -1)

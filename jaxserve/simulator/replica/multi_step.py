@@ -1,7 +1,7 @@
-"""Steps ahead that are certain, several at once.
+"""Runs several predictable steps at once.
 
-While every request decodes, nobody waits and memory lasts, the plans of a policy that leaves nobody
-out (`Policy.steady`) are known, and a stretch of steps is a few array operations.
+While every request decodes, none waits and memory lasts, the plans of a policy that serves every
+request (`Policy.steady`) are known, and a run of steps takes a few array operations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxserve.sched.step_timing import Watched
 from jaxserve.simulator.replica.clock import Clock
 from jaxserve.simulator.settings import BATCH, Setting
 
-COAST_CELLS = 200_000  # rows x steps that are computed at once, at most
+COAST_CELLS = 200_000  # most rows x steps computed at once
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Decoding:
         cached: int64 [n], tokens in the cache.
         room: int64 [n], tokens that their blocks have room for.
         left: int64 [n], tokens still to generate.
-        most: Steps to run at most.
+        most: Most steps to run.
     """
 
     cached: np.ndarray
@@ -55,14 +55,14 @@ class Decoding:
 
 @dataclass
 class Stretch:
-    """Steps that were run at once.
+    """Steps that were run together.
 
     Attributes:
         log: Their records, of BATCH.
         clock: The clock after them.
-        last: What was predicted of the last one.
-        reached: When the tokens of each step were on the host; without the last step where steps
-            overlap.
+        last: The prediction for the last one.
+        reached: When the tokens of each step were on the host; without the last step if steps
+        overlap.
         reached_first: The same for the step that was in flight before them; nan if there was none.
         submitted: When the last one was handed to the device.
     """
@@ -92,19 +92,19 @@ def stretch(
     horizon: float,
     ahead: tuple[Draws | None, int] = (None, 0),
 ) -> Stretch | None:
-    """Runs as many steps at once as are certain.
+    """Runs as many steps as are predictable at once.
 
     Args:
         decoding: The requests.
-        pool: Their blocks, which stay as they are.
+        pool: Their blocks, which are not changed.
         setting: Costs, padding and overlap.
-        clock: The clock before the steps, which stays as it is.
+        clock: The clock before the steps, which is not changed.
         flying: The step in flight, if any.
         horizon: When something else may happen; no step is planned from then on.
-        ahead: What deviations from the cost model are drawn from, and the number of the next batch.
+        ahead: The draws of deviations from the cost model, and the number of the next batch.
 
     Returns:
-        The steps; None if none is certain.
+        The steps; None if none is predictable.
     """
     left = decoding.left
     reach = min(decoding.most, max(1, COAST_CELLS // len(left)))
@@ -149,7 +149,7 @@ def _go(
     paces: list[float],
     horizon: float,
 ) -> Stretch:
-    """The loop of `Replica`, for its times alone."""
+    """The loop of `Replica`, only for its times."""
     found = Stretch(np.zeros(0, BATCH), dataclasses.replace(clock))
     clock, starts, live = found.clock, [], rows[0] if rows else 0
     for count, took, pace in zip(rows, seconds, paces, strict=True):
@@ -179,7 +179,7 @@ def _go(
 
 def _read(length: np.ndarray, rows: np.ndarray, padding: Padding | None) -> np.ndarray:
     """Tokens that decodes over length [n, steps] cached ones read in each step, int64 [steps]; 0
-    stands for a request that is over. rows: how many are not."""
+    stands for a request that has ended. rows: number of the others."""
     if padding is None or padding.decode_group == 1:
         return np.asarray(length.sum(axis=0))
     return np.array(

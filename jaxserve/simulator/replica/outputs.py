@@ -1,4 +1,4 @@
-"""What the requests of a simulation write, and when."""
+"""The outputs of a simulation's requests, and their times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Outputs:
     """The outputs of n requests, by number; replicas fill them in.
 
     Attributes:
-        lengths: int64 [n], tokens that each generates; policies do not know it.
+        lengths: int64 [n], tokens that each generates; policies do not know this.
         offsets: int64 [n], where each request's tokens begin in `times`.
         times: float64 [sum of lengths], when the host had each token; nan until then.
         over: bool [n], whether the request has ended.
         preemptions: int64 [n].
-        found: int64 [n], tokens of each prompt that were found when it first started.
+        found: int64 [n], tokens of each prompt that were cached when it first started.
         drafted: int64 [n], drafted tokens that were computed.
-        accepted: int64 [n], those of them that were right, and in the output.
+        accepted: int64 [n], drafted tokens that were right, and in the output.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """One simulated replica: the engine's loop on a virtual clock.
 
 The engine launches step N, finishes N - 1 on the host while N runs, and plans N + 1: so a plan is
-made when the step before the last ends, and starts when the last one does. Here it is the same,
-with the cost model for a device. Where drafts are in flight, or the scheduler expects to draft, the
-step in flight is finished first, and the next one planned when its tokens are known.
+made when the step before the last ends, and starts when the last one does. It is the same here,
+with the cost model in place of a device. If drafts are in flight, or the scheduler expects to
+draft, the step in flight is finished first, and the next one is planned when its tokens are known.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class _Step:
     """A launched step.
 
     Attributes:
-        rows: Of the plan.
+        rows: Rows of the plan.
         emitting: Rows that sample.
         requests: Numbers of the requests in these rows at the launch.
         end: When the device is done.
-        drafts: int64, drafted tokens behind each of `emitting`; None if nobody drafts.
-        steady: Whether every live request decodes in it and goes on.
-        watched: What was predicted of it.
+        drafts: int64, number of drafted tokens after each of `emitting`; None without drafts.
+        steady: Whether every live request decodes in it and continues.
+        watched: Its prediction.
     """
 
     rows: np.ndarray
@@ -65,19 +65,19 @@ class Replica:
     Args:
         scheduler: Plans its steps.
         setting: Its limits, costs and clocks.
-        outputs: Of all requests, by number; the replica fills it in.
-        number: Which replica it is.
-        coasts: Whether steps that are certain may be run several at once (`multi_step.py`).
+        outputs: Outputs of all requests, by number; the replica fills them in.
+        number: Number of the replica.
+        coasts: Whether predictable steps may be run several at once (`multi_step.py`).
         record_rows: Whether to record which requests were in each batch.
-        block_keys: Of the workload's requests; None without prefix caching.
-        guesses: What drafts come to; None where the policy does not draft.
+        block_keys: Block keys of the workload's requests; None without prefix caching.
+        guesses: Guesses for drafts; None if the policy does not draft.
 
     Attributes:
         next_time: When the loop runs next; inf if it is idle.
         live: Requests that have not ended.
         dead: Whether it has died.
-        slowdown: Factor on how long its steps take.
-        lately: What it has learned for snapshots.
+        slowdown: Factor of its step times.
+        lately: Recent statistics for snapshots.
         rows_log: Which requests were in each batch, if recorded.
     """
 
@@ -96,16 +96,16 @@ class Replica:
         self.scheduler = scheduler
         self.next_time = math.inf
         self.live = 0
-        self.dead, self.slowdown = False, 1.0  # times as long as steps should take
+        self.dead, self.slowdown = False, 1.0  # factor of step times
         self.lately = Lately()
         self.rows_log: list[BatchRows] = []
         self._block_keys = block_keys
         self._drafter = None if guesses is None else Drafter(scheduler, guesses, outputs)
-        self._host_times, self._launching = HostTimes(), 0.0  # the latter: of the last step
+        self._host_times, self._launching = HostTimes(), 0.0  # the latter of the last step
         self._setting, self._cost = setting, setting.cost_model
         self._outputs = outputs
-        self._came = 0  # requests that the host has not taken in
-        self._woken = -math.inf  # when the first of those came that woke it up just now
+        self._came = 0  # requests that the host has not received yet
+        self._woken = -math.inf  # when the first arrival that just woke it up came
         self._watch = StepWatch(scheduler.view.cost_model, setting.padding)
         scheduler.view.device.ratios = self._watch.ratios
         self._learns = isinstance(scheduler.view.cost_model, OnlineCostModel)
@@ -113,7 +113,7 @@ class Replica:
         self._request_of = np.zeros(scheduler.table.capacity, np.int64)
         self._has_slot = np.zeros(scheduler.table.capacity, bool)  # for sampling
         self._pending: _Step | None = None  # launched, its tokens not yet on the host
-        self._last: _Step | None = None  # the last time round; None if nothing was launched
+        self._last: _Step | None = None  # launched in the last iteration, or None
         self._gone: list[int] = []  # requests that have lost their cache since the last batch
         self._moved = np.zeros(2, np.int64)  # slots saved and loaded without a batch since then
         self._clock = Clock(setting.host)
@@ -129,8 +129,8 @@ class Replica:
         return self._clock.device_free
 
     def receive(self, number: int, request: Request, now: float) -> None:
-        """A request arrives at `now`, with its number in the workload. Call it only once the loop
-        has run up to `now`."""
+        """A request arrives at `now`, with its number in the workload. Call this only after the
+        loop has run up to `now`."""
         output = int(self._outputs.lengths[number])
         adapter = int(request.adapter or 0)
         row = self.scheduler.add(request, output, number, adapter=adapter)
@@ -155,8 +155,8 @@ class Replica:
         self.live, self._pending = 0, None
 
     def run(self, horizon: float) -> None:
-        """Runs one iteration of the loop, or several, up to `horizon`, where the outcome is
-        certain. horizon: when something outside happens next, such as an arrival."""
+        """Runs one iteration of the loop, or several predictable ones, up to `horizon`. horizon:
+        when the next outside event happens, such as an arrival."""
         last, self._woken = self._last, -math.inf
         if not (
             last is not None
@@ -175,7 +175,7 @@ class Replica:
         if pending is not None and self._waits(pending):
             self._finish(pending)
             self._pending = self._last = None
-            return  # who came meanwhile takes part in the next plan
+            return  # new arrivals take part in the next plan
         launched = self._launch()
         if pending is not None:
             self._finish(pending)
@@ -284,7 +284,7 @@ class Replica:
         return _Step(step.rows, emitting, requests, drafts, end, steady, watched)
 
     def _admit(self, rows: np.ndarray) -> int:
-        """How many of them take a slot for sampling now."""
+        """How many of these rows take a slot for sampling now."""
         if not self._setting.host.admit:
             return 0
         admitted = len(rows) - int(np.count_nonzero(self._has_slot[rows]))
@@ -292,7 +292,7 @@ class Replica:
         return admitted
 
     def _move(self, step: Step, moves: int) -> None:
-        """Moves caches without a batch: the device is busy with them, and the host goes on."""
+        """Moves caches without a batch: the device is busy with them, and the host continues."""
         padding, nothing = self._setting.padding, dataclasses.replace(step, moves=())
         features = step.features(padding)
         self._moved += (features.saved_slots, features.loaded_slots)
@@ -302,7 +302,7 @@ class Replica:
         self._watch.moved(step)
 
     def _finish(self, step: _Step) -> None:
-        """The step's tokens reach the host; requests that have all of theirs are over."""
+        """The step's tokens reach the host; requests that have all of theirs end."""
         now = self._clock.land(step.end)
         self._watch.finished(step.watched, now)
         self._take_in(step, now)
@@ -314,7 +314,7 @@ class Replica:
     def _take_in(self, step: _Step, now: float) -> None:
         table, outputs = self.scheduler.table, self._outputs
         rows, requests, drafts = step.emitting, step.requests, step.drafts
-        # A request whose last token was still on its way has taken part once more, for nothing.
+        # A request whose last token was in flight has taken part once more, in vain.
         over = outputs.over[requests]
         if np.count_nonzero(over):
             rows, requests = rows[~over], requests[~over]
@@ -347,7 +347,7 @@ class Replica:
     def _know(
         self, rows: np.ndarray, requests: np.ndarray, came: np.ndarray, keys: BlockKeys
     ) -> None:
-        """These requests have so many more tokens; some have filled blocks by them."""
+        """Adds new tokens of these requests, which may have completed blocks."""
         table, size = self.scheduler.table, keys.block_size
         known = table.prompt_len[rows] + table.received[rows]
         full = known // size - (known - came) // size
@@ -367,19 +367,20 @@ class Replica:
         self.live -= 1
 
     def _coast(self, last: _Step, horizon: float) -> bool:
-        """Runs as many steps at once as are certain; False if there are none."""
+        """Runs as many steps as are predictable at once; False if there are none."""
         table, rows = self.scheduler.table, last.rows
         pool, overlap = self.scheduler.pool, self._setting.overlap
         if table.num_sampling or pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
-            return False  # what they hold or read is not what a stretch counts
+            return False  # a run of steps does not count such caches
         if self._record_rows and np.ptp(table.tier[rows]):
-            return False  # nor what one tier costs the other
+            return False  # nor the cost of one tier for the other
         lengths = self._outputs.lengths[self._request_of[rows]]
         left = lengths - table.generated[rows]
         most = int(left.max())
         early = left[lengths < table.max_tokens[rows]]
         if overlap and len(early):
-            # Who ends before its limit takes part once more: a stretch ends with its last token.
+            # A request that ends before its limit takes part once more, so the run ends with its
+            # last token.
             most = min(most, int(early.min()))
         decoding = Decoding(table.computed[rows], pool.room(rows), left, most)
         pending = self._pending
@@ -434,7 +435,7 @@ class Replica:
         self._last = _Step(here, here, requests, None, end, not ended, found.last)
         self._pending = self._last if self._setting.overlap else None
 
-    # What is kept of the batches.
+    # Records of the batches.
 
     def _flush_log(self) -> None:
         if self._log:
@@ -449,10 +450,10 @@ class Replica:
 
 
 def as_keys(ids: np.ndarray) -> tuple[bytes, ...]:
-    """Ids of blocks, int64 [n], as the scheduler's keys: as good as random, and each its own."""
+    """Ids of blocks, int64 [n], as pseudo-random distinct keys for the scheduler."""
     mixed = ids.astype(np.uint64)
     parts = []
-    for _ in range(2):  # SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which is one to one
+    for _ in range(2):  # SplitMix64 (Steele, Lea, Flood, OOPSLA 2014), which is a bijection
         mixed = mixed + np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,5 +1,5 @@
-"""In front of the simulated replicas: routers that choose by snapshots, and replicas that become
-slow or die."""
+"""The part in front of the simulated replicas: routers that choose by snapshots, and replicas that
+become slow or die."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Front:
         setting: How requests are routed, and the faults.
         machines: The replicas.
         loops: When the loop of each replica runs next.
-        outputs: Of all requests.
+        outputs: Outputs of all requests.
 
     Attributes:
         failed: Numbers of the requests that ended because their replica died.
@@ -115,7 +115,7 @@ class Front:
             more: Whether requests are still to arrive.
 
         Returns:
-            A request of a dead replica that has to go elsewhere, if any.
+            A request of a dead replica that has to be rerouted, if any.
         """
         now, event = self._timers.first()
         kind, replica = divmod(event, len(self._machines))
@@ -131,7 +131,7 @@ class Front:
         return None
 
     def _look(self, first: int, now: float) -> None:
-        """Snapshots of now, where there is no interval."""
+        """Takes snapshots now if there is no interval."""
         if not self._setting.routing.looks or self._setting.routing.interval:
             return
         for replica in range(first, len(self._machines), self._step):
@@ -179,8 +179,8 @@ class Front:
         self._timers.at(NOTICE * count + replica, now + fault.notice)
 
     def _stranded(self, replica: int) -> Came | None:
-        """The next request of a dead replica to go elsewhere. Those before it that have tokens, or
-        went elsewhere already, end."""
+        """The next request of a dead replica to reroute. Those before it that have tokens, or were
+        rerouted before, end."""
         self._fleet(replica).lose(replica // self._step)
         outputs, there = self._outputs, self._there[replica]
         there.sort(key=lambda came: came[0], reverse=True)

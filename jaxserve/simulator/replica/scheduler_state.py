@@ -24,7 +24,7 @@ FIRST_ROWS = 64
 
 
 def _columns() -> frozenset[str]:
-    """The attributes of a table that have one entry a row."""
+    """The attributes of a table that have one entry per row."""
     small, large = vars(RequestTable(3)), vars(RequestTable(5))
     return frozenset(
         name
@@ -34,8 +34,8 @@ def _columns() -> frozenset[str]:
 
 
 class GrowingTable(RequestTable):
-    """A request table that doubles when it is full, so that its size follows the live requests.
-    Rows are given out in the order in which a table of fixed size gives them."""
+    """A request table that doubles when it is full, so that its size follows the live requests. It
+    assigns rows in the order of a table of fixed size."""
 
     def add(self, request: Request, alone: Alone = NOTHING, reachable: Alone | None = None) -> int:
         """Gives the request a row and returns it, in a table twice the size if this one is full."""
@@ -50,13 +50,13 @@ class GrowingTable(RequestTable):
 
 
 class SimulatedScheduler(Scheduler):
-    """A scheduler over a growing table; everything else is as in the engine.
+    """A scheduler with a growing table; everything else is as in the engine.
 
     Args:
         policy: The policy.
         limits: C, P and rows.
-        watch: Called with what the policy sees, before each plan.
-        options: Of `Scheduler`.
+        watch: Called with the policy's view before each plan.
+        options: Options of `Scheduler`.
     """
 
     def __init__(
@@ -74,20 +74,20 @@ class SimulatedScheduler(Scheduler):
         return GrowingTable(capacity)
 
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
-        # To check a plan takes ids, and so does finding blocks again.
+        # Checking a plan needs ids, and so does prefix caching.
         counts = self.policy.counts_blocks and not self.checked and self.cache is None
         kind = CountedPool if counts else BlockPool
         return kind(num_blocks, block_size, capacity, width)
 
     def plan(self, *args: Any) -> BatchPlan:
-        """As `Scheduler.plan`."""
+        """See `Scheduler.plan`."""
         if self._watch is not None:
             self._watch(self.view)
         return super().plan(*args)
 
     def advance(self, rows: np.ndarray, steps: np.ndarray) -> None:
-        """Books steps[i] decodes of each row at once, all of them in the latest of the batches that
-        they stand for. Makes no room for them."""
+        """Books steps[i] decodes of each row at once, all of them in the latest of their batches.
+        Makes no room for them."""
         table = self.table
         table.computed[rows] += steps
         table.generated[rows] += steps
@@ -98,8 +98,8 @@ class SimulatedScheduler(Scheduler):
         self._progress.advance(int(steps.max()))
 
     def receive_several(self, rows: np.ndarray, counts: np.ndarray, times: np.ndarray) -> None:
-        """As `receive` at each of these times: row i at the first counts[i] of them. All rows have
-        tokens already.
+        """Calls of `receive` at each of these times: row i at the first counts[i] of them. All rows
+        have tokens already.
 
         Args:
             rows: int64 [n].
@@ -128,7 +128,7 @@ class SeedTrackingView(View):
     """A view that notes whether its policy has drawn random numbers.
 
     Attributes:
-        seed_reads: How often it has asked for the seed.
+        seed_reads: How often the policy has asked for the seed.
     """
 
     seed_reads: Counter[str] = field(default_factory=Counter)
@@ -152,5 +152,5 @@ class SeedTrackingView(View):
 
     @classmethod
     def from_view(cls, view: View) -> SeedTrackingView:
-        """The same view, tracked."""
+        """The view with tracking."""
         return cls(**{one.name: getattr(view, one.name) for one in fields(view)})

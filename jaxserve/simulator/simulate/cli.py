@@ -18,50 +18,50 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
     jaxserve simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
 --workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, conversation or agent, whose prompts
-go on with earlier ones, or a trace's path: a CSV of prompt_tokens,output_tokens, Azure's or
-BurstGPT's CSV, Mooncake's JSONL; a trace may say what each request asks for, in columns max_tokens,
-tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or false for one that is sampled). Several
-policies and rates, separated by commas, run beside each other on all cores.
+continue earlier ones, or a trace's path: a CSV of prompt_tokens,output_tokens, Azure's or
+BurstGPT's CSV, Mooncake's JSONL; a trace may have the parameters of each request in columns
+max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or false for sampled requests).
+Several policies and rates, separated by commas, run in parallel on all cores.
 
---best_effort: batches of best-effort requests beside the workload, the first at the start, each
-other when all of the one before have ended; they may write as many tokens as the longest of them.
-At --duration the run is cut off: who has not ended counts with what it has written, as missing a
-target whose time has passed, and as attaining one whose time has not. Throughput, ended/s, is in
-the table by tier.
+--best_effort: batches of best-effort requests beside the workload, the first at the start, each of
+the others when all requests of the one before have ended; they may write as many tokens as the
+longest of them. At --duration the run is cut off: unfinished requests count with what they have
+written, as missing targets whose time has passed, and as attaining the others. Throughput, ended/s,
+is in the table by tier.
 
---replicas: engines behind one stream of requests, of which --routing (jaxserve/sched/routing/)
-decides who gets which. A router knows of a replica what its last snapshot said, one every
---snapshot_s, and what it has sent there itself; several (--routers) share nothing.
+--replicas: engines behind one stream of requests, which --routing (jaxserve/sched/routing/)
+distributes. A router knows a replica's last snapshot, one every --snapshot_s, and the requests that
+it has sent there itself; several routers (--routers) share nothing.
 --faults=REPLICA[:at=TIME][:slow=TIMES][:notice=TIME], several separated by commas, replicas counted
-from 0: from that time on, or the start, each step of the replica takes so many times as long, or,
-without slow=, the replica is dead, which routers notice after 1 s or that time. Who had no token
-there is served elsewhere, once; the others have failed.
+from 0: from that time on, or from the start, each step of the replica takes TIMES as long, or,
+without slow=, the replica is dead, which routers notice after 1 s or the given time. Its requests
+without a token are rerouted, once; the others have failed.
 
---replay=FILE: what a server has served that was started with --config.engine.record=FILE, on a
-system that is fitted to its steps, with its limits and its pool; --system, and the flags of limits
-and pool, instead; --seed is the server's. How far its steps were from the fit is drawn by the seed,
-in runs of steps that followed each other, so that tails are predicted. What became of it then is
-the first row. Where the fit is off by more than half of a step on average, a line before the table
+--replay=FILE: the traffic that a server with --config.engine.record=FILE has served, on a system
+fitted to its steps, with its limits and its pool; --system, and the flags of limits and pool,
+override these; --seed is the server's by default. The deviations of its steps from the fit are
+drawn by the seed, in runs of consecutive steps, so that tails are predicted. The recorded outcome
+is the first row. If the fit is off by more than half of a step on average, a line before the table
 says so.
 
---rules=infermax_paper: as InferMax's published simulator counts, in everything that changes its
-figures: its batch times, no work of a host, blocks of one token, no watermark, nothing found again.
-A flag beside it (--block_size, --prefix_caching) wins, and a line says so.
+--rules=infermax_paper: as in InferMax's published simulator, in everything that changes its
+figures: its batch times, no host time, blocks of one token, no watermark, no prefix caching. Other
+flags (--block_size, --prefix_caching) override it, and a line says so.
 
 Everything is run with --seeds seeds, from --seed up: the numbers are means, with the half width of
-their 95% confidence intervals. Where nothing is drawn by a seed (a trace with its own arrivals, and
-a policy without lots) there is one run. The same seed makes the same requests for every policy, so
-several policies are also compared seed by seed, as ratios to the first one. --summary has all of
-the numbers. The tables, the figures but for the attainment, and the trace are of the first seed;
-those of several policies and rates get numbers.
+their 95% confidence intervals. If nothing is drawn by a seed (a trace with its own arrivals, and a
+policy without random draws) there is one run. The same seed makes the same requests for every
+policy, so several policies are also compared seed by seed, as ratios to the first one. --summary
+has all of the numbers. The tables, the figures except the attainment, and the trace are of the
+first seed; those of several policies and rates are numbered.
 
 --find=capacity searches, from --rate on (1), for the highest rate at which a share --attainment of
-the requests that have targets, mean over the seeds, attain their SLO, to 2.2%: by a server's
-verdict, where the longest time between two tokens counts, as in all tables. Requests have to keep
-coming for five times the longest target, or it says that it cannot tell.
+the requests with targets, averaged over the seeds, attain their SLO, to 2.2%: by a server's
+verdict, where the longest time between two tokens counts, as in all tables. Requests have to arrive
+for five times the longest target, or it reports that it cannot tell.
 
-Exit codes: 0, 1 where a run fails or no capacity is found, 2 for a command line of which nothing
-can be simulated.
+Exit codes: 0, 1 if a run fails or no capacity is found, 2 if nothing can be simulated with the
+command line.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from jaxserve.simulator.simulate.workers import Workers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, see the top of this file, or 130 for ^C."""
+    """The command line. Returns the exit code, see the module's docstring, or 130 for ^C."""
     parser = flags.parser(__doc__ or "", columns())
     args = parser.parse_args(argv)
     problem = flags.check(args)
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    """Every policy at every rate."""
+    """Compares every policy at every rate."""
     runs = flags.runs(args)
     output.check(args, len(runs))
     with Workers(args.jobs) as workers:
@@ -104,7 +104,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    """Every policy on what was served, and what became of it then."""
+    """Compares every policy on the recorded traffic with the recorded outcome."""
     recorded = replay.read(args)
     runs = recorded.runs(args)
     output.check(args, len(runs))
@@ -119,7 +119,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _comparison(args: argparse.Namespace, points: Sequence[Point]) -> tuple[str, dict[str, Any]]:
-    """In words and as JSON: every policy at every rate, and the ratios to the first policy."""
+    """As text and as JSON: every policy at every rate, and the ratios to the first policy."""
     compared = paired(points)
     text = report(points, compared, range(args.seed, args.seed + args.seeds))
     ratios = [one.as_json() for one in compared]
@@ -127,7 +127,7 @@ def _comparison(args: argparse.Namespace, points: Sequence[Point]) -> tuple[str,
 
 
 def _find(args: argparse.Namespace) -> int:
-    """The capacity of every policy."""
+    """Finds the capacity of every policy."""
     args.rate = args.rate or [flags.FIRST_RATE]
     level = flags.ATTAINMENT if args.attainment is None else args.attainment
     runs = flags.runs(args)
@@ -150,5 +150,5 @@ def _find(args: argparse.Namespace) -> int:
 
 
 def _with_rules(args: argparse.Namespace, text: str) -> str:
-    """The text, and what was not as the rules have it."""
+    """The text, with a line about deviations from the rules."""
     return "\n".join(filter(None, (text, flags.beside_rules(args))))

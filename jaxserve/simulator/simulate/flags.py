@@ -1,4 +1,4 @@
-"""The flags of the command, which of them do not go together, and the runs that they ask for."""
+"""The flags of the command, their consistency, and the runs that they describe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ATTAINMENT = 0.9
 FIRST_RATE = 1.0  # of a search, requests/s
 RATES = (1e-6, 1e9)  # requests/s
 MAX_SEED = 2**31 - 1
-NOT_REPLAYED = (  # with --replay, which says all of it
+NOT_REPLAYED = (  # with --replay, which has these settings
     "workload",
     "num_requests",
     "arrivals",
@@ -42,7 +42,7 @@ NOT_REPLAYED = (  # with --replay, which says all of it
     "find",
 )
 MAX_ADAPTERS = 1 << 20
-_OF_A_RUN = (  # as `Run` has them
+_OF_A_RUN = (  # fields of `Run`
     *("rules", "kv_tokens", "host_tokens", "block_size", "max_batch_tokens", "max_prefill_tokens"),
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
     *("retention", "drop_too_long"),
@@ -51,7 +51,7 @@ NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not 
 
 
 def parser(description: str, epilog: str = "") -> Parser:
-    """The parser; `check` what it gives. description, epilog: before and after the flags."""
+    """The parser; pass its result to `check`. description, epilog: before and after the flags."""
     parser = Parser(prog="jaxserve simulate", description=description, epilog=epilog)
     add_policy(parser, [SchedulerConfig.policy], SchedulerConfig.policy)
     add_what_is_simulated(parser)
@@ -61,7 +61,8 @@ def parser(description: str, epilog: str = "") -> Parser:
 
 
 def check(args: argparse.Namespace) -> str:
-    """Which flags contradict each other, or would have no effect, in a line; "" if none do."""
+    """A line about flags that contradict each other, or would have no effect; "" if there are
+    none."""
     if args.replay is None and args.workload is None:
         return "--workload or --replay is needed"
     if args.replay is not None:
@@ -98,7 +99,7 @@ def check(args: argparse.Namespace) -> str:
 
 
 def beside_rules(args: argparse.Namespace) -> str:
-    """In a line, which flags are given instead of what a paper's rules say; "" if none are."""
+    """A line about flags that override a paper's rules; "" if there are none."""
     rules = simulator.RULES[args.rules]
     found = []
     if args.block_size not in (None, rules.block_size):
@@ -289,8 +290,8 @@ def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
 
 
 def runs(args: argparse.Namespace, recorded: Source | None = None) -> list[Run]:
-    """A run for each policy and rate, or for each policy on what was recorded, with the first seed.
-    Raises before anything runs if one of them is impossible."""
+    """A run for each policy and rate, or for each policy on the recording, with the first seed.
+    Raises before anything runs if any of them is impossible."""
     args.seed = args.seed or 0
     sources = specs(args) if recorded is None else [recorded]
     given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}

@@ -1,4 +1,4 @@
-"""What is written of the runs, and whether it can be, which is asked before anything runs."""
+"""Writes the outputs of runs, after checking before the runs that they can be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_RESULTS = ("requests_table", "batches_table", "chrome_trace", "plots")  # of 
 
 
 def keeps(args: argparse.Namespace) -> bool:
-    """Whether anything needs more of a run than its numbers."""
+    """Whether any output needs more of a run than its numbers."""
     return any(getattr(args, name) for name in OF_RESULTS)
 
 
@@ -63,8 +63,8 @@ def _inputs(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 
 
 def write(args: argparse.Namespace, points: Sequence[Point], served: Point | None = None) -> None:
-    """Writes all outputs that the flags ask for. served: the recorded run, which is in the summary
-    only."""
+    """Writes all outputs that the flags request. served: the recorded run, which is only in the
+    summary."""
     if args.summary:
         write_summary(points if served is None else [served, *points], Path(args.summary))
     if not keeps(args):
@@ -95,7 +95,7 @@ def write_summary(points: Sequence[Point], path: Path) -> None:
     with half the width of their confidence intervals.
 
     `statistic` says which of these a row is; `seed` is set for runs. Columns of numbers are named
-    as `pandas.json_normalize` does. Missing values are empty cells.
+    like in `pandas.json_normalize`. Missing values are empty cells.
     """
     rows = [row for point in points for row in _summary_rows(point)]
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -107,7 +107,7 @@ def write_summary(points: Sequence[Point], path: Path) -> None:
 
 def _summary_rows(point: Point) -> Iterator[dict[str, Any]]:
     mean = point.mean
-    alone = {name for name in ("tiers", "classes") if len(mean[name]) < 2}  # the same as all
+    alone = {name for name in ("tiers", "classes") if len(mean[name]) < 2}  # same as all
 
     def row(statistic: str, seed: int | None, numbers: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in numbers.items() if name not in alone}
@@ -130,7 +130,7 @@ def _write_traces(
 
 def _result(point: Point) -> SimulationResult:
     result = point.outcomes[0].result
-    assert result is not None  # `keeps` is asked before the runs
+    assert result is not None  # `keeps` was checked before the runs
     return result
 
 
@@ -141,7 +141,7 @@ def _label(point: Point, points: Sequence[Point]) -> str:
 
 
 def _numbered(given: str, count: int) -> list[Path]:
-    """A path a point; with numbers where there are several."""
+    """A path per point, numbered if there are several."""
     path = Path(given)
     if count == 1:
         return [path]

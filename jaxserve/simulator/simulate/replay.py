@@ -1,4 +1,4 @@
-"""A recording as what runs are made of: `--replay`."""
+"""A recording as the basis of runs: `--replay`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxserve.simulator.simulate.runs import Outcome, Recorded, Run
 from jaxserve.simulator.simulate.sweep import Point
 from jaxserve.simulator.workloads.workload import Workload
 
-POOR_FIT = 0.5  # mean error of a step from which on a ranking is doubtful
+POOR_FIT = 0.5  # mean error of a step above which a ranking is doubtful
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Replay:
     """A recording, ready to be simulated under any policy.
 
     Attributes:
-        recording: What was served.
+        recording: The recording.
         workload: Its requests.
-        system: Fitted to its steps.
-        notes: What is left out, and how good the fit is, a line each.
-        slo: Targets of the requests that have none of their own.
+        system: The system fitted to its steps.
+        notes: What is left out, and how good the fit is, one line each.
+        slo: Targets of requests without their own.
     """
 
     recording: Recording
@@ -40,8 +40,8 @@ class Replay:
     slo: SLO
 
     def runs(self, args: argparse.Namespace) -> list[Run]:
-        """A run for each policy, as `flags.runs`: with the seed of the recording, reuse as it was,
-        and on its system, unless the command line has others."""
+        """A run for each policy, see `flags.runs`: with the seed of the recording, its prefix
+        caching, and its system, unless the command line overrides them."""
         if args.seed is None:
             args.seed = self.recording.header.seed
         if args.prefix_caching is None:
@@ -50,7 +50,7 @@ class Replay:
         return runs if args.system else [self._on_the_recorded(run) for run in runs]
 
     def doubts(self, args: argparse.Namespace) -> tuple[str, ...]:
-        """What to say before any ranking: that the fit is poor, in a line, if it is."""
+        """Lines to print before any ranking: that the fit is poor, if it is."""
         error = self.system.about["mean_error"]
         if args.system or error <= POOR_FIT:
             return ()
@@ -60,8 +60,8 @@ class Replay:
         )
 
     def _on_the_recorded(self, run: Run) -> Run:
-        """The run on the recorded system. Settings that the command line does not give are those of
-        the recording."""
+        """The run on the recorded system. Settings that the command line does not override are
+        those of the recording."""
         header = self.recording.header
         its_pool = run.kv_tokens is None and run.block_size is None
         return dataclasses.replace(
@@ -75,7 +75,7 @@ class Replay:
         )
 
     def served(self, run: Run) -> Point:
-        """The outcome as it was served, to compare with runs like this one."""
+        """The recorded outcome, to compare with runs like this one."""
         result = replay.served(self.recording)
         workload = with_slo(result.requests.workload, self.slo)
         requests = dataclasses.replace(result.requests, workload=workload)
@@ -114,5 +114,5 @@ def read(args: argparse.Namespace) -> Replay:
 
 
 def with_slo(workload: Workload, slo: SLO) -> Workload:
-    """The workload, with these targets for the requests that have none of their own."""
+    """The workload, with these targets for requests without their own."""
     return workload.with_terms(with_targets(workload.terms, slo))

@@ -1,4 +1,4 @@
-"""What the runs came to, as tables for people."""
+"""The results of the runs as tables for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxserve.simulator.group_table import aligned, group_lines
 from jaxserve.simulator.simulate.spread import LEVEL, half_width, mean
 from jaxserve.simulator.simulate.sweep import Point, Ratios
 
-_COLUMNS = {  # title, form, and what it is
+_COLUMNS = {  # title, format, and explanation
     "latency_s": (
         "batches, s",
         "{:.3f}",
@@ -46,7 +46,7 @@ _RATIO = "{:.3f}"
 
 
 def columns() -> str:
-    """An explanation of the columns, a line each."""
+    """An explanation of the columns, one line each."""
     width = max(len(title) for title, _, _ in _COLUMNS.values())
     return "\n".join(
         ["columns of the table:"]
@@ -55,8 +55,8 @@ def columns() -> str:
 
 
 def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) -> str:
-    """A table with a line per point, one with a line per pair that is compared, and one with a line
-    per tier or class where there is more than one. seeds: those asked for."""
+    """A table with a line per point, one with a line per compared pair, and one with a line per
+    tier or class if there are several. seeds: the requested seeds."""
     lines = [
         [*_name(point.run.policy, point.run.rate), *_cells(point.mean, point.half_width)]
         for point in points
@@ -106,7 +106,7 @@ def _title(point: Point) -> str:
 
 
 def _table(lines: list[list[str]]) -> str:
-    """A table with a header. Columns in which every cell is `-` are left out."""
+    """A table with a header. Columns with only `-` are left out."""
     header = ["policy", "rate", *(title for title, _, _ in _COLUMNS.values())]
     used = [i for i, column in enumerate(zip(*lines, strict=True)) if set(column) != {"-"}]
     return aligned([[line[i] for i in used] for line in [header, *lines]])
