@@ -35,7 +35,7 @@ from jaxserve.simulator.settings import (
 )
 from jaxserve.simulator.workloads.workload import Workload
 
-MAX_ROWS = 1 << 20  # of a batch, where nothing else is said: as good as unlimited
+MAX_ROWS = 1 << 20  # default of max_rows: practically unlimited
 DEFAULT_C = 4096
 SARATHI_CHUNK = 512  # P (InferMax Table 1)
 _ENGINE, _FLEET = EngineOptions(), FleetOptions()
@@ -43,22 +43,22 @@ _TRAFFIC, _RUN = TrafficOptions(), RunOptions()
 
 
 class SimulationError(ValueError):
-    """What was asked for cannot be simulated; one line says why."""
+    """The simulation is impossible; the message says why."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How the accounting goes. No field has a default: rules say all that changes their figures, so
-    that what becomes usual elsewhere does not change them.
+    """The rules of the accounting. No field has a default: rules state everything that changes
+    their figures, so that new defaults elsewhere do not change them.
 
     Attributes:
-        overlap: Whether a step is planned while the one before it runs, as the engine does.
-        host: Whether the work of the system's host takes time, and steps scatter as measured.
+        overlap: Whether a step is planned while the one before it runs, as in the engine.
+        host: Whether the host's work takes time, and step times scatter as measured.
         padding: Whether batches are rounded up to the system's shapes.
-        block_size: Tokens of a block, where nothing else is said.
-        prefix_caching: Whether `jaxserve simulate` lets requests find what others have computed,
-            where nothing else is said; also what they had computed themselves when preempted.
-        policy: Parameters that policies are made with.
+        block_size: Default tokens of a block.
+        prefix_caching: Default of prefix caching in `jaxserve simulate`; it also covers what
+        preempted requests had computed themselves.
+        policy: Parameters of policies.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Rules:
 
 
 RULES = {
-    # As the engine serves.
+    # As in the engine.
     "jaxserve": Rules(
         "jaxserve",
         overlap=True,
@@ -81,9 +81,9 @@ RULES = {
         prefix_caching=True,
         policy={},
     ),
-    # As InferMax's published simulator counts: blocks of one token, all of them for whoever comes,
-    # each batch planned when the one before it has ended, its own batch times, and a preempted
-    # request computed again in full.
+    # As in InferMax's published simulator: blocks of one token, all of them available, each batch
+    # planned when the one before it has ended, its own batch times, and preempted requests
+    # recomputed in full.
     "infermax_paper": Rules(
         "infermax_paper",
         overlap=False,
@@ -116,16 +116,16 @@ def simulate(
     """Serves the workload, to its end or `traffic.until`.
 
     Args:
-        policy: A name, or a policy, which serves one replica.
+        policy: A name, or a policy object, which serves one replica.
         workload: The requests.
-        system: M, C and padding come from it where they are not given. A bare cost model has none.
+        system: Source of M, C and padding by default. A bare cost model has none.
         engine: How each replica serves.
         fleet: The replicas.
-        traffic: What comes beside the workload, and when the run is cut off.
-        run: How the simulation runs, and what it keeps.
+        traffic: Additional traffic, and when the run is cut off.
+        run: How the simulation runs, and what it records.
 
     Raises:
-        InvalidPlan: The policy plans what cannot be booked, or gets nowhere.
+        InvalidPlan: The policy's plan cannot be booked, or it makes no progress.
         SimulationError: This cannot be simulated.
     """
     rules = rules_named(engine.rules)
@@ -153,7 +153,7 @@ def simulate(
 
 
 def _check_retention(engine: EngineOptions) -> None:
-    """SimulationError if it is the name of none, or if nothing is found that could stay."""
+    """SimulationError if the retention is unknown, or without prefix caching."""
     try:
         make_retention(engine.retention)
     except ValueError as error:
@@ -184,7 +184,7 @@ def _check_end(traffic: TrafficOptions, policy: Policy, setting: Setting) -> int
 def _setting(
     system: System | CostModel, rules: Rules, limits: Limits, engine: EngineOptions
 ) -> Setting:
-    """Of one replica, as the options, the rules and the system have it."""
+    """The setting of one replica, from the options, the rules and the system."""
     size = engine.block_size or _block_size(system, rules)
     known = system if isinstance(system, System) else None
     cost = system.cost_under(rules.name) if isinstance(system, System) else system
@@ -213,8 +213,7 @@ def _setting(
 
 
 def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting:
-    """The setting with that before its replicas; a name stands for one router that sees them as
-    they are."""
+    """The setting with routing; a name stands for one router that always sees the present state."""
     if not 0 <= setting.seed < 1 << 63:
         raise SimulationError(f"seed must be at least 0 and below 2**63, got {setting.seed}")
     known: dict[str, Any] = {}
@@ -237,7 +236,7 @@ def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting
     last = max((fault.replica for fault in routing.faults), default=0)
     if last >= setting.replicas:
         raise SimulationError(f"there is no replica {last} that could have a fault")
-    # The bound of an oracle is of steps as the model has them.
+    # The bound of an oracle assumes the model's step times.
     scatter = None if isinstance(policy, OraclePolicy) else setting.scatter
     return replace(setting, routing=routing, fixed=known, scatter=scatter)
 
@@ -245,7 +244,7 @@ def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting
 def _resolved(
     options: RunOptions, policy: str | Policy, setting: Setting, traffic: TrafficOptions
 ) -> RunOptions:
-    """The options with what they leave open. policy: as given to `simulate`."""
+    """The options with their defaults filled in. policy: the argument of `simulate`."""
     if options.watch is not None:  # only checked plans have blocks with ids
         options = replace(options, checked=True, coast=False)
     built_in = isinstance(policy, str) and is_built_in(policy)
@@ -278,7 +277,7 @@ def _run(
     traffic: TrafficOptions,
     options: RunOptions,
 ) -> tuple[Served, Found | None]:
-    """Runs `dispatch.run`, or the search if the policy is the oracle. policy: as given to
+    """Runs `dispatch.run`, or the search if the policy is the oracle. policy: the argument of
     `simulate`."""
     try:
         if isinstance(policies[0], OraclePolicy):
@@ -321,14 +320,14 @@ def _policies(policy: str | Policy, rules: Rules, replicas: int) -> list[Policy]
 
 
 def _block_size(system: System | CostModel, rules: Rules) -> int:
-    """The measured engine's, under the product's own rules."""
+    """The measured engine's block size, under the product's own rules."""
     known = system.block_size if isinstance(system, System) else None
     return known if known is not None and rules is RULES["jaxserve"] else rules.block_size
 
 
 def policy_under(policy: str | Policy, rules: Rules) -> Policy:
-    """Makes a policy with the rules' parameters, where it has them and its name does not set them.
-    A policy object is returned as it is."""
+    """Makes a policy with the rules' parameters, if it has them and its name does not set them. A
+    policy object is returned unchanged."""
     if not isinstance(policy, str):
         return policy
     said, has = PolicyName.parse(policy).params, parameters(make_policy(policy))
@@ -344,14 +343,14 @@ def default_limits(
     max_prefill_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> Limits:
-    """Limits of a simulation: each as given, else the system's, else a default.
+    """Limits of a simulation: explicit values, otherwise the system's, otherwise defaults.
 
     Args:
         policy: If it does not chunk prompts, P = C.
         system: A bare cost model has no limits.
         max_batch_tokens: C; 4096 by default.
         max_prefill_tokens: P; by default 512 (InferMax Table 1), at most C.
-        max_rows: Requests of a batch; any number by default.
+        max_rows: Most requests in a batch; no limit by default.
     """
     known = system if isinstance(system, System) else None
     c = max_batch_tokens or (known.max_batch_tokens if known else DEFAULT_C)
@@ -365,14 +364,15 @@ def default_limits(
 def _rho(
     rho: float | Literal["system"] | None, system: System | None, cost: CostModel
 ) -> float | None:
-    """As given, else the system's. None where the cost model does not price hidden caches."""
+    """The given value, otherwise the system's. None if the cost model does not price hidden
+    caches."""
     if rho != "system":
         return rho
     return system.rho if system is not None and cost is system.cost_model else None
 
 
 def _capacity(max_queue: int | None, limits: Limits) -> float:
-    """Requests that a replica has at most, queued and running, as the engine counts them."""
+    """Most requests of a replica, queued and running, as the engine counts them."""
     if max_queue is None:
         return math.inf
     if max_queue < 0:
@@ -422,8 +422,8 @@ def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
 
 
 def _that_fit(workload: Workload, policy: Policy, setting: Setting) -> Workload:
-    """The requests that `_check_fits` lets pass, once each asks for no more than M holds. Raises
-    SimulationError if there are none."""
+    """The requests that pass `_check_fits`, once their limits are cut to M. Raises SimulationError
+    if there are none."""
     most = tokens_in(setting.num_blocks, setting.block_size) + 1
     step = most if policy.chunked else setting.limits.max_batch_tokens + 1
     fits = workload.lengths.total <= min(most, step)

@@ -1,4 +1,4 @@
-"""Flags that say what requests ask for, the same in the simulator and in a load test."""
+"""Flags for the requests' targets and limits, the same in the simulator and in load tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxserve.simulator.workloads.specs import MaxTokens
 from jaxserve.simulator.workloads.workload import WorkloadError
 
 T = TypeVar("T")
-MOST = 2**31 - 1  # what arrays of int32 count to
+MOST = 2**31 - 1  # limit of int32 arrays
 
 
 def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
 
 
 def positive_int(text: str, most: int = MOST) -> int:
-    """A flag's value from 1 to `most`. argparse says what is wrong with any other."""
+    """A flag's value from 1 to `most`. argparse reports any other."""
     try:
         value = int(text)
     except ValueError:
@@ -60,7 +60,7 @@ def positive_int(text: str, most: int = MOST) -> int:
 
 
 def number(limits: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """The type of a flag whose value fits; argparse says of any other what the limits are."""
+    """The type of a flag whose value fits; argparse reports the limits for any other."""
 
     def parse(text: str) -> float:
         try:
@@ -79,7 +79,7 @@ seconds = number("a positive number of seconds", lambda value: 0 < value < math.
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """The type of a flag whose text `parse` reads; argparse shows the message of its error."""
+    """The type of a flag whose text is read by `parse`; argparse shows its error message."""
 
     def read(text: str) -> T:
         try:
@@ -91,7 +91,7 @@ def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def checked(parse: Callable[[str], Any]) -> Callable[[str], str]:
-    """The type of a flag that stays text, which `parse` reads."""
+    """The type of a flag that stays text, after a check by `parse`."""
 
     def read(text: str) -> str:
         parsed(parse)(text)

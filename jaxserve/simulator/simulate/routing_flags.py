@@ -1,4 +1,4 @@
-"""The flags of what is before several replicas, and of what goes wrong with them."""
+"""The flags for several replicas: their routers and their faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.simulator.workloads.workload import WorkloadError
 
 MOST_REPLICAS = 1 << 14  # each has a scheduler
 MOST_SECONDS = 1e6
-LEAST_SECONDS = 1e-3  # from one snapshot to the next: each is an event of the simulation
+LEAST_SECONDS = 1e-3  # least interval of snapshots, since each is a simulated event
 MOST_SLOWDOWN = 1e6
 _OF_SEVERAL = {  # the fields of `Routing` by flag
     "routing": "name",
@@ -44,8 +44,8 @@ def add_flags(parser: Parser) -> None:
 
 
 def check(args: argparse.Namespace) -> str:
-    """Which of these flags contradict each other, or would have no effect, in a line; "" if none
-    do."""
+    """A line about flags that contradict each other, or would have no effect; "" if there are
+    none."""
     given = [name for name in _OF_SEVERAL if getattr(args, name) is not None]
     if args.replicas == 1:
         return f"--{given[0]} is for more than one of --replicas" if given else ""
@@ -68,7 +68,7 @@ def check(args: argparse.Namespace) -> str:
 
 
 def routing(args: argparse.Namespace) -> Routing:
-    """The routing that the flags ask for; they have been checked."""
+    """The routing described by the flags, which have been checked."""
     given = {field: getattr(args, flag) for flag, field in _OF_SEVERAL.items()}
     return Routing(**{field: value for field, value in given.items() if value is not None})
 

@@ -1,4 +1,4 @@
-"""One simulation of those asked for."""
+"""A single simulation of the command."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import Workload
 
 REFUSED = (ValueError, InvalidPlan, OSError)
-# Of a run, as `simulate` has them.
+# Defaults of a run, as in `simulate`.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run comes to.
+    """The outcome of a run.
 
     Attributes:
-        numbers: As `SimulationResult.summary` has them.
+        numbers: From `SimulationResult.summary`.
         kv_tokens: Size of the cache.
         seed_read: Whether the policy drew random numbers.
-        attained: bool [n], of the requests with targets, which attain their SLO.
-        lasts: How many times as long as the longest target the requests with targets kept coming;
-            inf without a TTFT or JCT.
-        result: Everything that was recorded; None unless the run keeps it.
+        attained: bool [n], which of the requests with targets attain their SLO.
+        lasts: How long requests with targets kept arriving, as a multiple of the longest target;
+        inf without a TTFT or JCT.
+        result: The full result; None unless the run keeps it.
     """
 
     numbers: dict[str, Any]
@@ -56,7 +56,7 @@ class Outcome:
 
     @classmethod
     def from_result(cls, result: SimulationResult, *, keep: bool) -> Outcome:
-        """From a simulation, or from what was served. keep: keep the result, too."""
+        """From a simulation, or from a recording. keep: keep the result, too."""
         kept, workload = result if keep else None, result.requests.workload
         asked = workload.terms.asked
         attained, came = result.attained[asked], workload.arrival[asked]
@@ -68,14 +68,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A workload that exists already, instead of one that a `WorkloadSpec` makes.
+    """An existing workload, in place of a `WorkloadSpec`.
 
     Attributes:
         lengths: Its name.
         workload: The requests.
-        rate: Requests/s, if they were rescaled to one.
+        rate: Requests/s, if arrivals were rescaled.
         duration: Always None: it is served to its end.
-        best_effort: Always None: nothing comes beside it.
+        best_effort: Always None: it has no closed loop.
     """
 
     lengths: str
@@ -94,7 +94,7 @@ class Recorded:
         return self.workload
 
     def drawn(self) -> bool:
-        """Whether the seed matters: it does not."""
+        """Whether the seed matters, which it does not."""
         return False
 
 
@@ -106,26 +106,26 @@ class Run:
     """One simulation: a policy on a workload. Can be pickled, for another process.
 
     Attributes:
-        policy: A name that `make_policy` knows.
+        policy: A name for `make_policy`.
         system: The system, or its name (`systems.system`).
         workload: A specification, or a recorded one.
         rules: A name of `simulator.RULES`.
         kv_tokens: Size of the cache; None for the system's.
-        host_tokens: Tokens of K and V that host memory holds.
-        block_size: Tokens of a block; None for the system's or the rules'.
+        host_tokens: Tokens of K and V that fit in host memory.
+        block_size: Tokens of a block; None for that of the system or the rules.
         max_batch_tokens: C; None for the system's.
         max_prefill_tokens: P; None for the default, see `simulate`.
-        max_rows: Requests of a batch; None for any number.
-        replicas: How many serve.
+        max_rows: Most requests in a batch; None for no limit.
+        replicas: Number of replicas.
         routing: How requests are spread over them.
-        seed: Of the workload and of the policy.
+        seed: Seed of the workload and of the policy.
         keep: Whether the outcome has the whole result.
         record_rows: Whether the result also has the requests of each batch.
         hidden_read: How hidden caches are read, see `systems.system`.
-        max_queue: Requests that may wait beside max_rows; None for any number.
-        refuse_late, prefix_caching, retention, drop_too_long: As `simulate` has them.
-        num_blocks: Size of the pool, instead of kv_tokens.
-        overlap: Whether steps are planned ahead; None for the rules'.
+        max_queue: Requests that may wait, in addition to max_rows; None for no limit.
+        refuse_late, prefix_caching, retention, drop_too_long: See `simulate`.
+        num_blocks: Size of the pool, in place of kv_tokens.
+        overlap: Whether steps are planned ahead; None for that of the rules.
     """
 
     policy: str
@@ -184,7 +184,7 @@ class Run:
         )
 
     def engine(self) -> EngineOptions:
-        """How each replica serves. Raises as `limits`."""
+        """How each replica serves. Raises the errors of `limits`."""
         return EngineOptions(
             limits=self.limits(),
             kv_tokens=self.kv_tokens,
@@ -204,17 +204,17 @@ class Run:
         progress: Callable[[float], None] | None = None,
         compiling: Callable[[], None] | None = None,
     ) -> Outcome:
-        """Simulates it.
+        """Simulates the run.
 
         Args:
-            progress: Called with the share done since the last call; 1 in all.
+            progress: Called with the share done since the last call, up to 1 in total.
             compiling: Called when numba begins to compile.
 
         Raises:
             REFUSED: The run is impossible.
         """
         workload = self.workload.make_workload(self.seed)
-        share = 1 / len(workload)  # those of the loop, which nobody can count, come beside
+        share = 1 / len(workload)  # without requests of the loop, whose number is unknown
         result = simulator.simulate(
             self.policy,
             workload,

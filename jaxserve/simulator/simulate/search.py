@@ -17,8 +17,8 @@ class Search:
     """The search for one policy's capacity.
 
     Attributes:
-        run: The policy at the rate to begin with.
-        level: Share of the requests that are to attain their SLO.
+        run: The policy at the initial rate.
+        level: Share of the requests that must attain their SLO.
         tried: Points so far, by their index in the grid of rates.
     """
 
@@ -40,7 +40,7 @@ class Search:
         return replace(self.run, workload=replace(workload, rate=FINE.rate(index)))
 
     def capacity(self) -> Crossing:
-        """The capacity once the search is over: a rate, or the last one tried as a bound; "?" where
+        """The capacity once the search is over: a rate, or the last rate tried as a bound; "?" if
         the run there is too short to tell."""
         found = self._crossing()
         return Crossing(found.rate, found.bound or ("?" if self.point().short else ""))
@@ -55,7 +55,7 @@ class Search:
         return [self.tried[index] for index in sorted(self.tried)]
 
     def problem(self) -> str:
-        """Why there is no capacity, in a line; "" if there is one."""
+        """Why there is no capacity, in one line; "" if there is one."""
         found = self.capacity()
         share = self.point().mean["slo_attainment"]
         short = f"; {self.point().short}" if self.point().short else ""
@@ -87,8 +87,8 @@ def search(runs: Sequence[Run], level: float, seeds: int, workers: Workers) -> l
     """Searches for the capacity of every policy, all at once.
 
     Args:
-        runs: One a policy, all of the same workload at the rate to begin with.
-        level: Share of the requests that are to attain their SLO, mean over the seeds.
+        runs: One per policy, all of the same workload at the initial rate.
+        level: Share of the requests that must attain their SLO, averaged over the seeds.
         seeds: Number of seeds.
         workers: Run the simulations.
 

@@ -1,8 +1,7 @@
-"""Means and confidence intervals of numbers that several seeds gave.
+"""Means and confidence intervals of numbers over several seeds.
 
-The numbers are nested dictionaries, as `SimulationResult.summary` has them: what is computed of
-them is nested in the same way. Where some have no number, those that have one count; where nobody
-has, there is None.
+The numbers are nested dictionaries, like those of `SimulationResult.summary`, and so are the
+results. If some values are missing, the others count; if all are, the result is None.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def half_width(values: Sequence[Any]) -> Any:
 
 
 def ratios(values: Sequence[Any], base: Sequence[Any]) -> list[Any]:
-    """Each value over the one in the same place of `base`; None over 0."""
+    """Each value divided by the corresponding one of `base`; None over 0."""
     return [_ratio(value, other) for value, other in zip(values, base, strict=True)]
 
 
 def flat(values: Any, name: str = "") -> dict[str, float | None]:
-    """The numbers by their names joined with dots, as `pandas.json_normalize` does."""
+    """The numbers by their names joined with dots, as in `pandas.json_normalize`."""
     if not isinstance(values, dict):
         return {name: values}
     found: dict[str, float | None] = {}

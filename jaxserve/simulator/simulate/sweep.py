@@ -11,7 +11,7 @@ from jaxserve.simulator.simulate.runs import Outcome, Run
 from jaxserve.simulator.simulate.spread import half_width, mean, ratios
 from jaxserve.simulator.simulate.workers import Workers
 
-OUTLAST = 5  # times the longest target, that requests have to keep coming
+OUTLAST = 5  # least time of arrivals, as a multiple of the longest target
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Point:
     """A policy at a rate.
 
     Attributes:
-        run: With the first seed.
-        outcomes: One a seed, in order; only one if the seed does not matter.
+        run: The run with the first seed.
+        outcomes: One per seed, in order; only one if the seed does not matter.
         seed_matters: Whether the workload or the policy draws random numbers.
     """
 
@@ -30,7 +30,7 @@ class Point:
 
     @property
     def named(self) -> dict[str, Any]:
-        """Policy, rate, system and the like, ready for JSON."""
+        """Policy, rate, system and so on, ready for JSON."""
         return {
             "policy": self.run.policy,
             "rate": self.run.rate,
@@ -65,10 +65,10 @@ class Point:
 
     @property
     def short(self) -> str:
-        """Why the run is too short to tell an overload, in words; "" if it is not."""
+        """Why the run is too short to detect an overload, in words; "" if it is not."""
         lasts = min(outcome.lasts for outcome in self.outcomes)
         count = self.numbers[0]["num_requests"]
-        if not 0 < lasts < OUTLAST:  # 0: all at once, which is no load that could last
+        if not 0 < lasts < OUTLAST:  # 0: all at once, which is not a lasting load
             return ""
         more = math.ceil(OUTLAST / lasts * count)
         return (
@@ -77,7 +77,7 @@ class Point:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Its numbers, and those of each run."""
+        """The numbers of the point, and those of each run."""
         return {
             **self.named,
             "seed_matters": self.seed_matters,
@@ -92,10 +92,10 @@ class Ratios:
     """The numbers of one policy over those of another, seed by seed on the same requests.
 
     Attributes:
-        policy: Above the line.
-        to: The policy below it.
-        rate: Of both, requests/s.
-        seeds: Those compared.
+        policy: The policy of the numerator.
+        to: The policy of the denominator.
+        rate: Rate of both, requests/s.
+        seeds: The compared seeds.
         values: The ratios, by number, for each seed.
     """
 
@@ -107,7 +107,8 @@ class Ratios:
 
     @classmethod
     def between(cls, point: Point, base: Point) -> Ratios:
-        """A point whose seed does not matter is compared with every seed of the other."""
+        """The ratios of two points. A point whose seed does not matter is compared with every seed
+        of the other."""
         longer = max(point, base, key=lambda one: len(one.outcomes))
         count = len(longer.outcomes)
         ours, theirs = (one.numbers * (count // len(one.outcomes)) for one in (point, base))
@@ -131,7 +132,7 @@ def _by_seed(seeds: range, values: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 
 def sweep(runs: Sequence[Run], seeds: int, workers: Workers) -> list[Point]:
-    """Simulates each run with several seeds, or once where the seed changes nothing.
+    """Simulates each run with several seeds, or once if the seed changes nothing.
 
     Args:
         runs: Each with the first seed; the same workload at different rates. Only the first seed's

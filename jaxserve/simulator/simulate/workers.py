@@ -1,4 +1,4 @@
-"""Many runs beside each other, under one progress bar."""
+"""Runs in parallel, under one progress bar."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tqdm import tqdm
 from jaxserve.simulator.dispatch import COMPILING
 from jaxserve.simulator.simulate.runs import Outcome, Run
 
-_FEW = 500  # requests; to start a process takes longer
-REFRESH_S = 0.2  # between two looks at how far the processes are
+_FEW = 500  # requests; starting a process takes longer
+REFRESH_S = 0.2  # interval at which progress is shown
 BAR = "{percentage:3.0f}%|{bar}| {n:.1f}/{total:.0f} runs [{elapsed}<{remaining}]"
 
 T = TypeVar("T")
 Work = Callable[[Run, Callable[[float], None] | None, Callable[[], None] | None], T]
-"""What is to be done with a run; the other arguments are those of `Run.outcome`."""
+"""The work on a run; the other arguments are those of `Run.outcome`."""
 
 
 class WorkerDied(OSError):
-    """A process has died; its run may be too large for the machine."""
+    """A process has died; its run may need more memory than the machine has."""
 
 
 class Workers:
-    """Runs simulations on up to `jobs` processes, or in this one if there is too little to share
-    out.
+    """Runs simulations on up to `jobs` processes, or in this one if there is too little work to
+    share.
 
-    Use it in a `with`: leaving it ends the processes, also those still at work.
+    Use it in a `with`: leaving it ends the processes, even those still working.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -40,8 +40,8 @@ class Workers:
         self._pool: ProcessPoolExecutor | None = None
         self._others = set(multiprocessing.active_children())
         self._context = multiprocessing.get_context("spawn")
-        self._done = self._context.Value("d", 0.0)  # runs, in all processes together
-        self._compiling = self._context.Event()  # in one of them; until that has been said
+        self._done = self._context.Value("d", 0.0)  # runs, summed over all processes
+        self._compiling = self._context.Event()  # set by one of them; cleared once shown
         self._bar: tqdm | None = None
 
     def outcomes(self, runs: Sequence[Run]) -> list[Outcome]:
@@ -50,7 +50,8 @@ class Workers:
         return self.each(_outcome, runs)
 
     def each(self, work: Work[T], runs: Sequence[Run]) -> list[T]:
-        """What becomes of each run, in order. Stops where the work raises. work: can be pickled."""
+        """The result of the work on each run, in order. Stops if the work raises. work: must be
+        picklable."""
         bar = self._longer_bar(len(runs))
         alone = self._jobs == 1 or len(runs) < 2 or sum(run.requests for run in runs) <= _FEW
         if self._pool is None and alone:
@@ -97,7 +98,7 @@ class Workers:
 
 
 def _show(bar: tqdm, done: float) -> None:
-    """done: runs; rounding may make it more than there are."""
+    """done: number of runs; rounding may make it slightly too large."""
     bar.update(min(done, bar.total) - bar.n)
 
 
@@ -111,7 +112,7 @@ _compiling: Callable[[], None] | None = None
 
 def _begin(done: Any, compiling: Any) -> None:
     """Sets a new process up. done: a shared number of runs; compiling: a shared event."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is for the process that waits
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C is handled by the waiting process
 
     def progress(share: float) -> None:
         with done.get_lock():

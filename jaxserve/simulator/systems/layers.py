@@ -1,8 +1,8 @@
-"""What a layer takes beside its attention: its matrices, its element-wise operators, and the two
+"""The time of a layer beside its attention: its matrices, its element-wise operators, and the two
 all-reduces of tensor parallelism.
 
-The time is linear in the tokens of a step, as cost models have it. How close a kind of device gets
-to its data sheet is fitted to measured tables (`fitted_devices.json`, which says whose and how).
+The time is linear in the tokens of a step, as cost models assume. How close a kind of device gets
+to its data sheet is fitted to measured tables (`fitted_devices.json` names them and the method).
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ FIGURES = Path(__file__).with_name("fitted_devices.json")
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One device's share of the work of a layer, in bytes and FLOPs; 16-bit but for weights.
+    """One device's share of the work of a layer, in bytes and FLOPs; 16-bit except for weights.
 
     Attributes:
-        weights: Bytes of its matrices, read once a step, but for experts.
-        flops: FLOPs of its matrices for a token.
-        elementwise: Bytes that norms, residual, rotations and activation read and write for a
-            token.
-        exchanged: Bytes that a device sends for a token in the layer's two ring all-reduces.
+        weights: Bytes of its matrices, read once per step, without experts.
+        flops: FLOPs of its matrices per token.
+        elementwise: Bytes that norms, residual, rotations and activation read and write per token.
+        exchanged: Bytes that a device sends per token in the layer's two ring all-reduces.
         expert: Bytes of one expert's matrices; 0 without experts.
     """
 
@@ -44,7 +43,7 @@ class LayerWork:
     def from_model(cls, model: Model, devices: int) -> LayerWork:
         """The model's layer, sharded over `devices`. Norms and residual are replicated."""
         attention, each = model.attention_params, model.feed_forward_params
-        ways = model.experts_per_token or 1  # feed-forwards that a token goes through
+        ways = model.experts_per_token or 1  # feed-forwards of a token
         always = (attention + (0 if model.experts else each)) / devices
         used = (attention + ways * each) / devices
         whole = 7 * model.d_model  # two norms and a sum, read and written
@@ -66,8 +65,8 @@ class Figures:
     rates.
 
     Attributes:
-        kernels: Fixed seconds a layer that its kernels take.
-        read: Share of memory bandwidth, reading weights.
+        kernels: Fixed seconds per layer for its kernels.
+        read: Share of memory bandwidth when reading weights.
         matmul: Share of FLOP/s.
         elementwise: Share of memory bandwidth, in element-wise operators.
         link: Share of the bandwidth between devices.
@@ -89,11 +88,11 @@ class Figures:
         return float(np.interp(devices, [*self.all_reduce], [*self.all_reduce.values()]))
 
     def reading(self, weights: float, device: Device) -> float:
-        """Seconds that reading so many bytes of weights takes."""
+        """Seconds to read this many bytes of weights."""
         return weights / (self.read * device.bandwidth)
 
     def seconds(self, work: LayerWork, device: Device) -> tuple[float, float]:
-        """Seconds of a layer: for a step, and more for each token."""
+        """Seconds of a layer: per step, and added for each token."""
         step = self.kernels + self.reading(work.weights, device)
         token = work.flops / (self.matmul * device.flops)
         token += work.elementwise / (self.elementwise * device.bandwidth)

@@ -1,6 +1,7 @@
-"""Systems whose constants InferMax's authors fitted to their measurements.
+"""Systems with constants that InferMax's authors fitted to their measurements.
 
-They do not say what moving a cache costs: that is of the devices' data sheets (`moved_slot`).
+They do not include the cost of moving caches: it comes from the devices' data sheets
+(`moved_slot`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxserve.sched.cost.profiles import System
 MS = 1e-3
 
 
-# In the order in which the authors' code lists them.
+# In the order of the authors' code.
 _ORDER = (
     *("prefill_quad", "prefill_bias", "per_prefill", "prefill_m", "decode_kv", "decode_bias"),
     *("per_decode", "per_token", "token_bias"),
@@ -23,7 +24,7 @@ _ORDER = (
 
 
 def _fitted(model: Model, device: Device, *ms: float) -> LinearCostModel:
-    """ms: milliseconds a layer, in that order."""
+    """ms: milliseconds per layer, in that order."""
     fitted = {name: value * MS for name, value in zip(_ORDER, ms, strict=True)}
     coefficients = Coefficients(**fitted, **moved_slot(model, device))
     return LinearCostModel(coefficients, model.layers, overlapped=True)

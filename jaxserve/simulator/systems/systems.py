@@ -1,8 +1,8 @@
 """Systems by name: a model on a device, with its cost model.
 
-Two come with constants fitted by InferMax's authors; any other is scaled from its arithmetic and
-its bytes, with figures fitted to measured tables where there are any; a measured one is read from a
-profile (`jaxserve profile`). docs/systems.md has them all.
+Two have constants fitted by InferMax's authors; any other is scaled from its arithmetic and its
+bytes, with figures fitted to measured tables if there are any; a measured one is read from a
+profile (`jaxserve profile`). docs/systems.md lists them all.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from jaxserve.sched.cost.profiles import System, UnknownSystem, load
 from jaxserve.simulator.systems.layers import LayerWork, figures_of
 from jaxserve.simulator.systems.presets import LLAMA_2_7B, PRESETS
 
-# What attention and hidden caches take, as the first preset has it; no table says better.
+# Efficiencies of attention and hidden caches, from the first preset, since no table has them.
 _PROJECTION_EFFICIENCY = 0.68  # of peak FLOP/s: its token slope, 212 of 312 TFLOP/s
 _ATTENTION_EFFICIENCY = 0.157  # of peak FLOP/s: its prefill slope, 48.8 TFLOP/s
-_MEMORY_FOR_USE = 0.9  # share of the memory that weights and cache get
+_MEMORY_FOR_USE = 0.9  # share of the memory for weights and cache
 
 
 def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto") -> System:

@@ -1,7 +1,7 @@
-"""Best-effort requests in a closed loop: a batch is submitted when all of the last one have ended.
+"""Best-effort requests in a closed loop: a batch is submitted when the last one has ended.
 
-So BROS loads a server beside its real-time requests (section 7.1); the paper does not say how large
-its batches are. In words, with lengths in tokens:
+This is how BROS loads a server beside its real-time requests (section 7.1); the paper does not give
+the size of its batches. As text, with lengths in tokens:
 
     closed:batch=64,input=uniform:512:1024,output=uniform:32:128
 """
@@ -26,7 +26,7 @@ from jaxserve.simulator.workloads.workload import (
     fixed_lengths,
 )
 
-MOST = 1 << 16  # requests of a batch
+MOST = 1 << 16  # requests per batch
 _KEYS = ("batch", "input", "output")
 _UNIFORM = re.compile(r"uniform:(\d{1,10}):(\d{1,10})")
 
@@ -47,7 +47,7 @@ class ClosedLoop:
     output: Uniform
 
     def __str__(self) -> str:
-        """In words; `parse_closed_loop` makes the same of them."""
+        """The loop as text, which `parse_closed_loop` reads."""
         inputs, outputs = (f"uniform:{one.low}:{one.high}" for one in (self.prompt, self.output))
         return f"closed:batch={self.batch},input={inputs},output={outputs}"
 
@@ -59,7 +59,7 @@ class ClosedLoop:
         return self._of(lengths, time)
 
     def longest(self) -> Workload:
-        """One request with the longest prompt and output there can be."""
+        """One request with the longest possible prompt and output."""
         return self._of(fixed_lengths(self.prompt.high, self.output.high, 1), 0.0)
 
     def _of(self, lengths: Lengths, time: float) -> Workload:

@@ -15,12 +15,12 @@ from jaxserve.sched.slo.classes import SloClassError, class_name, tier_named, tr
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.simulator.workloads.workload import MAX_LENGTH, WorkloadError
 
-NO_LIMIT = 0  # of a request that asks for no max_tokens
+NO_LIMIT = 0  # for requests without max_tokens
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What one request of a trace asks for in its optional columns.
+    """The optional columns of a request of a trace.
 
     Attributes:
         limit: max_tokens, or NO_LIMIT.
@@ -28,7 +28,7 @@ class Extras:
         ttft, tbt, jct, max_tbt: Targets in seconds, inf for none.
         slo_class: Name of its class.
         greedy: Whether it takes the most likely token.
-        value: Of `Request.value`.
+        value: See `Request.value`.
     """
 
     limit: int = NO_LIMIT
@@ -45,7 +45,7 @@ class Extras:
 def length_of(where: str, name: str, text: str) -> int:
     """Parses a trace cell as a number of tokens. Raises WorkloadError with `where` and the
     column."""
-    # int() would also take " 7", "1_000" and other scripts' digits.
+    # int() would also accept " 7", "1_000" and digits of other scripts.
     if not (text.isascii() and text.isdigit()):
         raise WorkloadError(f"{where}: {name} must be a whole number, got {text!r:.40}")
     if len(text) > 10 or not 1 <= int(text) <= MAX_LENGTH:
@@ -72,7 +72,7 @@ def _target(where: str, name: str, text: str) -> float:
     return value
 
 
-# Column -> field of Extras, and what reads the cell.
+# Column -> field of Extras, and the parser of the cell.
 _COLUMNS: dict[str, tuple[str, Callable[[str, str, str], Any]]] = {
     "max_tokens": ("limit", length_of),
     "tier": ("tier", lambda where, name, text: tier_named(f"{where}: {name}", text)),

@@ -1,4 +1,4 @@
-"""Finds what prompts share by ids of their blocks, as Mooncake's traces have them."""
+"""Finds shared prefixes of prompts by ids of their blocks, as in Mooncake's traces."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX
 from jaxserve.simulator.workloads.workload import WorkloadError
 
-BLOCK = 512  # tokens that an id stands for; the last of a prompt may have fewer
+BLOCK = 512  # tokens per id; the last block of a prompt may have fewer
 _MOST_ID = 2**63 - 1  # a hash fits into 64 bits
 
 
 def hash_ids_of(where: str, value: Any, prompt_len: int) -> Sequence[int]:
-    """Checks the ids of a prompt of so many tokens. The WorkloadError begins with `where`."""
+    """Checks the ids of a prompt of this many tokens. The WorkloadError begins with `where`."""
     if not isinstance(value, list):
         raise WorkloadError(f"{where}: hash_ids must be a list, got {value!r:.40}")
     blocks = -(-prompt_len // BLOCK)
@@ -31,13 +31,13 @@ def hash_ids_of(where: str, value: Any, prompt_len: int) -> Sequence[int]:
 
 
 class HashedPrompts:
-    """Prompts so far, as a tree of their blocks: equal ids after equal ids are equal tokens."""
+    """The prompts so far, as a tree of their blocks: equal ids after equal ids are equal tokens."""
 
     def __init__(self) -> None:
         self._count = 0
         self._nodes: dict[tuple[int, int], int] = {}  # (node of the block before, id) -> node
-        # Of each node: the last of the prompts that have most tokens there, and how many they have
-        # in all up to it. The first node is before all blocks.
+        # For each node: the last prompt among those with the most tokens there, and its tokens up
+        # to the node. The first node is before all blocks.
         self._last, self._tokens = [NO_PREFIX], [0]
 
     def add(self, ids: Sequence[int], prompt_len: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Sources of lengths without a trace: InferMax's mixes, and samplers of the papers' data sets,
 fitted to their published statistics.
 
-Two moments do not determine how real lengths vary: the samplers stand in for data that is not at
-hand.
+Two moments do not determine how real lengths vary: the samplers stand in for data that is not
+available.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
     Args:
         name: Two groups joined by +, in any order.
         count: Requests.
-        rng: What they are drawn from.
+        rng: Random numbers.
 
     Raises:
         WorkloadError: There is no such mix, or count is below 1.
@@ -54,13 +54,13 @@ def mix_lengths(name: str, count: int, rng: np.random.Generator) -> Lengths:
 
 @dataclass(frozen=True)
 class Moments:
-    """A log-normal of given mean and standard deviation, truncated at `high`. Larger values are
+    """A log-normal of this mean and standard deviation, truncated at `high`. Larger values are
     drawn again, so the actual mean is a little lower.
 
     Attributes:
         mean: Tokens, before truncation.
         std: Standard deviation, tokens, before truncation.
-        high: The longest, tokens.
+        high: Largest length, tokens.
     """
 
     mean: float
@@ -78,13 +78,13 @@ class Moments:
 
 @dataclass(frozen=True)
 class Quartered:
-    """Lengths from 1 to `high` with a given median and mean. Half of the values lie on each side of
+    """Lengths from 1 to `high` with this median and mean. Half of the values lie on each side of
     the median, skewed the same way on both so that the mean is right.
 
     Attributes:
         median: Tokens.
         mean: Tokens.
-        high: The longest, tokens.
+        high: Largest length, tokens.
     """
 
     median: float
@@ -141,14 +141,14 @@ class Ranges:
     """A histogram of lengths.
 
     Attributes:
-        parts: Of each range its weight, normalised over all, and the distribution within it.
+        parts: For each range its weight, normalised over all, and the distribution within it.
     """
 
     parts: tuple[tuple[float, Distribution], ...]
 
     @property
     def high(self) -> int:
-        """The longest."""
+        """The largest length."""
         return max(part.high for _, part in self.parts)
 
     def sample(self, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -192,7 +192,7 @@ class Blend:
     """Requests of several data sets, shuffled.
 
     Attributes:
-        parts: Of each data set its weight, normalised over all, and its sampler.
+        parts: For each data set its weight, normalised over all, and its sampler.
         source: Where the statistics were published.
     """
 
@@ -261,7 +261,7 @@ DATA_SETS = {
 
 
 SETS = (52, 90)  # thousands of requests in Alpaca and in ShareGPT (AccelGen section 3.1)
-LONGEST_OUTPUT = 2048  # tokens that a request of AccelGen's may write (section 3.1)
+LONGEST_OUTPUT = 2048  # most output tokens of AccelGen's requests (section 3.1)
 
 
 def mixed_prompts(
@@ -279,7 +279,7 @@ def mixed_prompts(
 
     Args:
         books: Share from BookCorpus.
-        longest: Tokens of the longest of its prompts.
+        longest: Tokens of its longest prompts.
         printed_outputs: Whether outputs follow Figure 8 instead: 51% in [10, 512], 36% in [512, 4K]
             and 13% above, Alpaca's being short; cut to the 2,048 tokens that section 3.1 allows.
     """
@@ -332,7 +332,7 @@ def names() -> list[str]:
 
 
 def _drawn(shares: tuple[float, ...], count: int, rng: np.random.Generator) -> np.ndarray:
-    """Which part each of `count` is of, int64 [count]."""
+    """The part of each of `count` requests, int64 [count]."""
     return rng.choice(len(shares), count, p=np.array(shares) / sum(shares))
 
 

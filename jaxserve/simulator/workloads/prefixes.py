@@ -1,4 +1,4 @@
-"""What prompts share, as columns: which earlier request each begins as, and how far.
+"""Shared prefixes of prompts, as columns: the earlier request and the length of the prefix.
 
 Token i of two streams is the same exactly if the columns say so: the streams form a tree, whose
 branches are the requests. A stream is a prompt and the output after it.
@@ -11,17 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NO_PREFIX = -1  # of a request that begins as none before it
+NO_PREFIX = -1  # for a request that shares no prefix with earlier ones
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """What n requests share with earlier ones. `Workload` checks them, as it has the lengths.
+    """Prefixes of n requests shared with earlier ones. `Workload` checks them, since it has the
+    lengths.
 
     Attributes:
         prefix_of: int64 [n], index of the earlier request whose stream has the longest prefix in
             common with the prompt, or NO_PREFIX.
-        prefix_len: int64 [n], how many tokens that prefix has; 0 for NO_PREFIX.
+        prefix_len: int64 [n], number of tokens of that prefix; 0 for NO_PREFIX.
     """
 
     prefix_of: np.ndarray
@@ -29,12 +30,12 @@ class Prefixes:
 
     @classmethod
     def none(cls, count: int) -> Prefixes:
-        """Of `count` requests that share nothing."""
+        """Prefixes of `count` requests that share nothing."""
         return cls(np.full(count, NO_PREFIX, np.int64), np.zeros(count, np.int64))
 
     @classmethod
     def joined(cls, parts: Sequence[Prefixes]) -> Prefixes:
-        """The parts one after another; none shares anything with another."""
+        """The parts one after another; they share nothing with each other."""
         ends = np.cumsum([0, *map(len, parts)])
         moved = [
             np.where(part.prefix_of >= 0, part.prefix_of + start, NO_PREFIX)
@@ -46,9 +47,9 @@ class Prefixes:
         return len(self.prefix_of)
 
     def select(self, which: np.ndarray) -> Prefixes:
-        """Of some of the requests: ascending indices, a mask, or a permutation that leaves each
-        behind the one it begins as. Where that one is not among them, another that has the longest
-        prefix in common takes its place."""
+        """Prefixes of selected requests: ascending indices, a mask, or a permutation that keeps
+        each behind the one whose prefix it shares. If that one is not selected, another with the
+        longest common prefix takes its place."""
         kept = np.arange(len(self))[which]
         number = np.full(len(self) + 1, NO_PREFIX)  # one more, for NO_PREFIX itself
         number[kept] = np.arange(len(kept))
@@ -58,15 +59,16 @@ class Prefixes:
         return Prefixes(number[found.prefix_of[kept]], found.prefix_len[kept])
 
     def _among(self, kept: np.ndarray) -> Prefixes:
-        """The same requests, of which those that are kept, bool [n], begin as others of them."""
+        """The same requests, with prefixes of kept requests, bool [n], redirected to other kept
+        ones."""
         stays, length = kept.tolist(), self.prefix_len.tolist()
         parent = parents(self.prefix_of, self.prefix_len).tolist()
         source, shared = self.prefix_of.copy(), self.prefix_len.copy()
-        # Of each left out, the one kept so far that goes on with it for longest, and how long.
+        # For each one left out, the kept request with the longest common prefix, and its length.
         heir, long = [NO_PREFIX] * len(self), [0] * len(self)
         for number in np.flatnonzero(kept & (source >= 0)).tolist():
             if stays[source[number]]:
-                continue  # has told the heirs already
+                continue  # has updated the heirs already
             one, common = parent[number], length[number]
             while one >= 0 and not stays[one] and heir[one] < 0:
                 heir[one], long[one] = number, common
@@ -83,11 +85,11 @@ class Prefixes:
 
 
 def parents(prefix_of: np.ndarray, prefix_len: np.ndarray) -> np.ndarray:
-    """Where each request branches off: of those that it begins as, one through another, the first
-    that shares less with its own, int64 [n]. So prefix_len falls from parent to parent.
+    """Where each request branches off: the first in its chain of earlier requests that shares less
+    with its own, int64 [n]. So prefix_len falls from parent to parent.
 
     Args:
-        prefix_of: int64 [n], as `Prefixes` has it.
+        prefix_of: int64 [n], see `Prefixes`.
         prefix_len: int64 [n], in tokens or in blocks.
     """
     parent, length = prefix_of.tolist(), prefix_len.tolist()

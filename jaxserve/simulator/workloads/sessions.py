@@ -1,7 +1,7 @@
 """Requests that follow each other in sessions: conversations, and the loops of agents with tools.
 
-A turn's prompt is all of the turn before, prompt and output, and what comes new. Lengths, prefixes
-and arrivals hang together, so these are whole workloads, not samplers of lengths.
+A turn's prompt is the whole previous turn, prompt and output, plus new tokens. Lengths, prefixes
+and arrivals depend on each other, so these are whole workloads, not samplers of lengths.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jaxserve.simulator.workloads.lengths import DATA_SETS, Distribution, Moment
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.simulator.workloads.workload import Lengths, WorkloadError, check_count
 
-# Times at which so many start, float64 [n] in seconds. Called with the rate and n.
+# Times of n starts, float64 [n] in seconds. Called with the rate and n.
 Starts = Callable[[float, int, np.random.Generator], np.ndarray]
-_CHUNK = 512  # starts drawn at a time, each chunk from a generator of its own
-_SAMPLE = 8  # chunks that tell the means
+_CHUNK = 512  # starts drawn at a time, each chunk from its own generator
+_SAMPLE = 8  # chunks from which means are estimated
 _EARLY = 0.999  # share of the requests whose sessions are young enough to be drawn
 
 
@@ -32,14 +32,14 @@ class Sessions:
         system_prompts: Tokens of each system prompt, the most popular first.
         popularity: Exponent of the Zipf law by which sessions have system prompts.
         opening: Tokens of a session's first message.
-        follow_up: Tokens that come new with each other turn, beside the answer before it.
+        follow_up: New tokens of each later turn, beside the previous answer.
         output: Output lengths.
         turns: Mean number of turns, which is geometric.
-        pace: Seconds that writing a token is expected to take.
+        pace: Expected seconds to write a token.
         pause: Mean seconds from an answer's expected end to the next turn; exponential.
         together: Mean number of sessions that start at once, with the same system prompt;
             geometric.
-        max_context: Tokens of prompt and output; a session ends before a turn with more.
+        max_context: Most tokens of prompt and output; a session ends before a turn that exceeds it.
         source: Where the numbers are from, or that they are assumed.
 
     Raises:
@@ -66,8 +66,8 @@ class Sessions:
             )
 
     def requests_before(self, rate: float) -> int:
-        """Requests that are drawn to have sessions under way when the first request comes. rate:
-        requests/s. Raises WorkloadError if it is not positive."""
+        """Requests that are drawn so that sessions are in progress when the first request comes.
+        rate: requests/s. Raises WorkloadError if it is not positive."""
         if not 0 < rate < math.inf:
             raise WorkloadError(f"rate must be a positive number, got {rate}")
         return int(rate * self._means[1])
@@ -75,17 +75,17 @@ class Sessions:
     def sample(
         self, count: int, rate: float, starts: Starts, rng: np.random.Generator
     ) -> tuple[np.ndarray, Lengths, Prefixes]:
-        """Draws the first `count` requests from some moment on at which sessions are under way, so
+        """Draws the first `count` requests after a moment at which sessions are in progress, so
         that their rate is the same from the start. Turns before it count as never seen.
 
         Args:
             count: Requests.
             rate: Requests/s on average.
             starts: When sessions start, or several together.
-            rng: What everything is drawn from.
+            rng: Random numbers.
 
         Returns:
-            Arrivals, float64 [count], in seconds; lengths; and what prompts share.
+            Arrivals, float64 [count], in seconds; lengths; and shared prefixes.
 
         Raises:
             WorkloadError: count is below 1, or the rate is not positive.
@@ -99,7 +99,7 @@ class Sessions:
             times = starts(rate / each, number * _CHUNK, np.random.default_rng((seed, 0)))
             turns = _Turns.joined(chunks)
             arrival = times[turns.start] + turns.offset - before
-            # Whatever starts later cannot be among the first.
+            # Later starts cannot have any of the first requests.
             known = np.flatnonzero((arrival >= 0) & (arrival <= times[-1] - before))
             if len(known) >= count:
                 break
@@ -110,8 +110,8 @@ class Sessions:
 
     @functools.cached_property
     def _means(self) -> tuple[float, float]:
-        """Requests of a start, on average; and seconds after which a start has hardly any left. The
-        same for every seed."""
+        """Mean requests of a start; and seconds after which hardly any are left. The same for every
+        seed."""
         turns = _Turns.joined([self._turns(chunk, 0) for chunk in range(_SAMPLE)])
         return len(turns.start) / (_SAMPLE * _CHUNK), float(np.quantile(turns.offset, _EARLY))
 
@@ -133,17 +133,17 @@ class Sessions:
         before = _sums_before(new + output, first, many)
         prompt = np.array(self.system_prompts)[system] + before + new
         offset = _sums_before(output * self.pace + pause, first, many)
-        fits = prompt + output <= self.max_context  # no turn after one that does not
+        fits = prompt + output <= self.max_context  # no turn after one that does not fit
         columns = (start + chunk * _CHUNK, turn, system, prompt, output, offset)
         return _Turns(*(column[fits] for column in columns))
 
     def _prefixes(self, turns: _Turns, which: np.ndarray) -> Prefixes:
-        """What those turns share, in that order."""
+        """Shared prefixes of these turns, in this order."""
         number = np.full(len(turns.start), NO_PREFIX)
         number[which] = np.arange(len(which))
         before = np.where(turns.turn[which] > 0, number[which - 1], NO_PREFIX)
         shared = (turns.prompt + turns.output)[which - 1]
-        # Where that turn is not among them: the last request with the same system prompt.
+        # If the previous turn is not among them: the last request with the same system prompt.
         system = turns.system[which]
         order = np.argsort(system, kind="stable")
         last = np.full(len(which), NO_PREFIX)
@@ -156,10 +156,10 @@ class Sessions:
 
 @dataclass(frozen=True)
 class _Turns:
-    """n turns, those of a session in order beside each other.
+    """n turns, those of a session next to each other in order.
 
     Attributes:
-        start: int64 [n], which start the session is of.
+        start: int64 [n], the start that the session belongs to.
         turn: int64 [n], its number in the session, from 0.
         system: int64 [n], index of the system prompt.
         prompt, output: int64 [n], tokens.
@@ -180,7 +180,7 @@ class _Turns:
 
 
 def _sums_before(values: np.ndarray, first: np.ndarray, many: np.ndarray) -> np.ndarray:
-    """Sums of what comes before each turn in its session, [n]."""
+    """Sums of the values before each turn in its session, [n]."""
     before = np.cumsum(values) - values
     return np.asarray(before - np.repeat(before[first], many))
 

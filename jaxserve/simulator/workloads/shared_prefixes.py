@@ -1,4 +1,4 @@
-"""Which blocks of tokens a workload's requests have in common, and how much a cache could find."""
+"""Blocks of tokens shared by a workload's requests, and how much a cache could find."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxserve.simulator.workloads.workload import Workload, WorkloadError
 
 class BlockKeys:
     """Ids of the full blocks of each request's stream, its prompt and output. Two blocks have the
-    same id exactly if they and all before them are the same tokens.
+    same id exactly if their tokens and all tokens before them are the same.
 
-    Memory is linear in the requests, not in the blocks: ids are made when asked for.
+    Memory is linear in the requests, not in the blocks: ids are made on demand.
 
     Args:
         workload: The n requests.
@@ -20,10 +20,10 @@ class BlockKeys:
 
     Attributes:
         block_size: Tokens of a block.
-        count: How many different ids there are, from 0.
-        parent: int64 [n], which earlier request each begins as; NO_PREFIX for none.
-        common: int64 [n], how many of its first blocks are its parent's.
-        base: int64 [n]; its block i, of those behind them, has the id base + i.
+        count: Number of different ids, from 0.
+        parent: int64 [n], earlier request whose prefix each shares; NO_PREFIX for none.
+        common: int64 [n], number of its first blocks that are its parent's.
+        base: int64 [n]; its block i after those has the id base + i.
 
     Raises:
         WorkloadError: block_size is below 1.
@@ -34,7 +34,7 @@ class BlockKeys:
             raise WorkloadError(f"block_size must be at least 1, got {block_size}")
         self.block_size = block_size
         self._tokens = workload.lengths.total
-        # A block that straddles the end of what is shared is not shared.
+        # A block across the end of the shared prefix is not shared.
         self.common = workload.prefix_len // block_size
         self.parent = parents(workload.prefix_of, self.common)
         own = self._tokens // block_size - self.common
@@ -53,7 +53,7 @@ class BlockKeys:
         end = tokens // self.block_size
         ids = np.arange(end)
         while end:
-            # Its own blocks, then those of its parent's before them, and so on.
+            # Its own blocks, then those of its parent before them, and so on.
             start = self.common[number]
             if start < end:
                 ids[start:end] += self.base[number]
@@ -68,9 +68,9 @@ def block_keys(workload: Workload, block_size: int) -> BlockKeys:
 
 
 def reusable_tokens(workload: Workload, block_size: int) -> np.ndarray:
-    """Tokens of each prompt that are in full blocks which an earlier request has, too, int64 [n]:
-    what a cache without end would find if every earlier request had written its output by then.
-    Raises WorkloadError if block_size, in tokens, is below 1."""
+    """Tokens of each prompt in full blocks that an earlier request has, too, int64 [n]: what an
+    unlimited cache would find if every earlier request had written its output by then. Raises
+    WorkloadError if block_size, in tokens, is below 1."""
     if block_size < 1:
         raise WorkloadError(f"block_size must be at least 1, got {block_size}")
     return np.asarray(workload.prefix_len // block_size * block_size)

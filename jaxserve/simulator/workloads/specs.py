@@ -1,4 +1,4 @@
-"""Workloads from a few words, as the commands take them."""
+"""Workloads described by a few words, as in the commands."""
 
 from __future__ import annotations
 
@@ -45,26 +45,25 @@ class WorkloadSpec:
     Attributes:
         lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix or data set of
             `lengths.names()`, one of SESSIONS, or the path of a trace.
-        num_requests: How many, or the first so many of a trace. None: 1,000, or the whole trace;
-            with a rate and a duration a sampler draws as many as arrive within it.
+        num_requests: Number of requests, or of the first ones of a trace. None: 1,000, or the whole
+            trace; with a rate and a duration a sampler draws as many as arrive within it.
         arrivals: `all` at once, `replay` as in the trace, `poisson`, `gamma` or `on_off`. None: the
-            trace's own if it has any, else `poisson` with a rate and `all` without. Of SESSIONS,
-            `poisson`, `gamma` and `on_off` are how sessions start.
+            trace's own if it has any, else `poisson` with a rate and `all` without. For SESSIONS,
+            `poisson`, `gamma` and `on_off` describe the starts of sessions.
         rate: Requests/s; replayed arrivals are stretched to it.
-        cv: Of `gamma`, see `gamma_arrivals`.
-        on_s, off_s: Of `on_off`, mean lengths of the periods in seconds.
-        classes: SLO classes, drawn by their shares. Only for workloads without tiers, targets or
-            classes of their own.
-        slo: Targets of the requests that have none of their own.
-        max_tokens: Limit of the requests that have none of their own: a number; `length` for
-            exactly the output length, as in load tests that ignore the end of sequence; None for
-            `open_limit`.
-        guessable: How well a drafter guesses the texts; None for what is known of `lengths`
-            (`guessable.KINDS`), else not at all.
-        adapters: Share of the requests that have an adapter, and of how many; None for none.
+        cv: For `gamma`, see `gamma_arrivals`.
+        on_s, off_s: For `on_off`, mean lengths of the periods in seconds.
+        classes: SLO classes, drawn by their shares. Only for workloads without their own tiers,
+        targets or classes.
+        slo: Targets of requests without their own.
+        max_tokens: Limit of requests without their own: a number; `length` for exactly the output
+        length, as in load tests that ignore the end of sequence; None for `open_limit`.
+        guessable: How well a drafter guesses the texts; None for the known value of `lengths`
+        (`guessable.KINDS`), or no guesses.
+        adapters: Share of the requests that have an adapter, and number of adapters; None for none.
         duration: Seconds; requests that arrive later are left out.
-        best_effort: A closed loop beside these requests, over the duration; `make_workload` leaves
-            it out.
+        best_effort: A closed loop beside these requests, for the duration; `make_workload` does not
+            include it.
 
     Raises:
         WorkloadError: The fields do not fit together.
@@ -112,7 +111,7 @@ class WorkloadSpec:
 
     def make_workload(self, seed: int = 0) -> Workload:
         """Makes the workload; the same for the same seed. Classes change neither arrivals nor
-        lengths. Raises WorkloadError where it cannot be made."""
+        lengths. Raises WorkloadError if it cannot be made."""
         if self.duration is None:
             return self._make(*self._generators(seed))
         whole = replace(self, duration=None, best_effort=None)
@@ -139,7 +138,7 @@ class WorkloadSpec:
         return [rng.bit_generator.state for rng in generators] != before
 
     def _generators(self, seed: int) -> tuple[np.random.Generator, np.random.Generator]:
-        """For arrivals and lengths, and for classes."""
+        """Generators for arrivals and lengths, and for classes."""
         return np.random.default_rng((seed, 2)), np.random.default_rng((seed, 5))
 
     def _make(self, rng: np.random.Generator, class_rng: np.random.Generator) -> Workload:
@@ -196,7 +195,7 @@ class WorkloadSpec:
 
     def _sessions(self, rng: np.random.Generator) -> Trace:
         drawn, count = SESSIONS[self.lengths.lower()], self.num_requests or DEFAULT_COUNT
-        rate = 1.0 if self.rate is None else self.rate  # all at once: for their order
+        rate = 1.0 if self.rate is None else self.rate  # all at once: only for their order
         if self.arrivals == "replay":
             raise WorkloadError(f"{self.lengths} has no arrivals to replay")
         check_memory(self.lengths, count + drawn.requests_before(rate), count)
@@ -205,7 +204,7 @@ class WorkloadSpec:
         return replace(_without_terms(made), arrival=timed, prefixes=prefixes)
 
     def _starts(self, rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
-        """When sessions start, at that rate."""
+        """Starts of sessions at this rate."""
         kind = self.arrivals if self.rate is not None else None
         return replace(self, arrivals=kind, rate=rate)._arrivals(count, rng)
 

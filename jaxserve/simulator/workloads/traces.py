@@ -1,5 +1,5 @@
-"""Reads published traces as they are. Rows that do not match their format are rejected with file,
-line and reason."""
+"""Reads published traces in their own formats. Invalid rows are rejected with file, line and
+reason."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Trace:
     """n requests as read from a file.
 
     Attributes:
-        arrival: float64 [n], seconds from the first of them; None if the file has no arrivals.
+        arrival: float64 [n], seconds from the first arrival; None if the file has no arrivals.
         lengths: Prompts and outputs.
-        limit: int64 [n], max_tokens; `NO_LIMIT` where the file has none.
+        limit: int64 [n], max_tokens; `NO_LIMIT` if the file has none.
         terms: SLOs and sampling, as far as the file has them.
-        prefixes: What prompts share, as far as the file says it.
+        prefixes: Shared prefixes, as far as the file has them.
     """
 
     arrival: np.ndarray | None
@@ -57,13 +57,12 @@ class Trace:
 
 # (arrival in seconds from any start, or None; prompt tokens; output tokens)
 Row = tuple[float | None, int, int]
-# (the row; what it asks for; its prefix_of and prefix_len)
+# (the row; its optional columns; its prefix_of and prefix_len)
 Read = tuple[Row, Extras, tuple[int, int]]
 
 
 def read_trace(path: str | Path, count: int | None = None) -> Trace:
-    """Reads a trace, or no more of it than its first `count` requests. Raises WorkloadError with
-    what is wrong.
+    """Reads a trace, or only its first `count` requests. Raises WorkloadError with the problem.
 
     Known CSV headers are `prompt_tokens,output_tokens`, and the same after `arrival_s`; Azure's
     `TIMESTAMP,ContextTokens,GeneratedTokens` (Azure public dataset, 2023 and 2024); BurstGPT's
@@ -245,7 +244,7 @@ class _Format:
         return at, prompt, output
 
 
-# Conversations and batch files (ShareGPT, LMSYS, OpenAI) have texts, and no lengths in tokens.
+# Conversations and batch files (ShareGPT, LMSYS, OpenAI) have texts, but no lengths in tokens.
 _KNOWN_JSON = (
     "known is an object a line with timestamp (ms), input_length and output_length, in tokens "
     "(Mooncake's JSONL); texts have no lengths until a tokenizer has counted them: write a CSV of "

@@ -1,7 +1,7 @@
-"""Workloads: when requests arrive, how long they are, and what they ask for.
+"""Workloads: the arrivals, lengths and SLOs of requests.
 
-Arrivals, lengths and terms are made apart, by small functions over a NumPy generator, and put
-together in a `Workload`. The engine's bench and the simulator take the same ones.
+Arrivals, lengths and terms are made separately, by small functions over a NumPy generator, and
+combined in a `Workload`. The engine's bench and the simulator use the same ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.workloads.guessable import Guessable
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
 
-MAX_LENGTH = 2**31 - 1  # what a request's length is stored in
+MAX_LENGTH = 2**31 - 1  # limit of the type in which lengths are stored
 
 
 class WorkloadError(ValueError):
@@ -34,7 +34,7 @@ class Lengths:
         output_len: int64 [n], tokens, each at least 1.
 
     Raises:
-        WorkloadError: The lengths do not fit together, or one is below 1.
+        WorkloadError: The lengths do not fit together, or any is below 1.
     """
 
     prompt_len: np.ndarray
@@ -57,7 +57,7 @@ class Lengths:
         return np.asarray(self.prompt_len + self.output_len)
 
     def first(self, count: int) -> Lengths:
-        """The first `count` of them. Raises WorkloadError if there are fewer."""
+        """The first `count` lengths. Raises WorkloadError if there are fewer."""
         if not 1 <= count <= len(self):
             raise WorkloadError(f"{count} requests are asked for, of {len(self)} lengths")
         return Lengths(self.prompt_len[:count], self.output_len[:count])
@@ -65,8 +65,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Workload:
-    """n requests in order of arrival: when they come, how long they are and what they ask for.
-    `Workload.create` puts one together.
+    """n requests in order of arrival, with their lengths, SLOs and options. `Workload.create` puts
+    one together.
 
     Attributes:
         arrival: float64 [n], seconds from the start, ascending.
@@ -74,9 +74,9 @@ class Workload:
         output_len: int64 [n], tokens that each request writes. Policies do not know it before the
             request has ended.
         limit: int64 [n], max_tokens, at least output_len. Policies know it.
-        tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes, value: As in `SloColumns`.
-        prefix_of, prefix_len: As in `Prefixes`.
-        guess_share, guess_right: As in `Guessable`.
+        tier, ttft, tbt, jct, max_tbt, slo_class, greedy, classes, value: See `SloColumns`.
+        prefix_of, prefix_len: See `Prefixes`.
+        guess_share, guess_right: See `Guessable`.
         adapter: int64 [n], number of the adapter that each has, from 1; 0 for none.
 
     Raises:
@@ -168,9 +168,9 @@ class Workload:
             lengths: Prompts and outputs.
             limit: int64 [n], max_tokens; by default `open_limit`.
             terms: SLOs and sampling; by default `SloColumns.none`.
-            prefixes: What prompts share; by default nothing.
+            prefixes: Shared prefixes; by default none.
             guessable: How well the texts can be guessed; by default not at all.
-            adapter: int64 [n], whose adapter each has; by default none has one.
+            adapter: int64 [n], number of each request's adapter; by default none.
 
         Raises:
             WorkloadError: The parts do not fit together.
@@ -214,13 +214,13 @@ class Workload:
 
     @property
     def terms(self) -> SloColumns:
-        """What the requests ask for beside the work: tiers, targets, classes and sampling."""
+        """Tiers, targets, classes and sampling of the requests."""
         columns = (getattr(self, field.name) for field in dataclasses.fields(SloColumns))
         return SloColumns(*columns)
 
     @property
     def prefixes(self) -> Prefixes:
-        """What the prompts share with earlier requests."""
+        """The prefixes that prompts share with earlier requests."""
         return Prefixes(self.prefix_of, self.prefix_len)
 
     @property
@@ -233,8 +233,8 @@ class Workload:
         return dataclasses.replace(self, **vars(terms))
 
     def select(self, which: np.ndarray) -> Workload:
-        """Some of the requests: ascending indices, or a mask. Their limits stay as they are. Who
-        begins as one that is left out begins as another that does, see `Prefixes.select`."""
+        """Selected requests: ascending indices, or a mask. Their limits do not change. For prefixes
+        of requests left out, see `Prefixes.select`."""
         return Workload.create(
             self.arrival[which],
             Lengths(self.prompt_len[which], self.output_len[which]),
@@ -246,15 +246,16 @@ class Workload:
         )
 
     def with_adapters(self, share: float, count: int, rng: np.random.Generator) -> Workload:
-        """The same requests, some with adapters. Who begins as an earlier request has that one's.
+        """The same requests, some with adapters. A request that shares an earlier one's prefix has
+        that one's adapter.
 
         Args:
-            share: Of the others that have one.
-            count: Adapters, each as likely as the others.
-            rng: What they are drawn from.
+            share: Share of the other requests that have one.
+            count: Number of adapters, all equally likely.
+            rng: Random numbers.
 
         Raises:
-            WorkloadError: There are none, or the share is not from 0 to 1.
+            WorkloadError: There are no adapters, or the share is not from 0 to 1.
         """
         if not (0 <= share <= 1 and count >= 1):
             raise WorkloadError(f"adapters: a share of 0 to 1 of 1 or more, got {share}:{count}")
@@ -295,7 +296,7 @@ class Workload:
 
 
 def open_limit(lengths: Lengths) -> np.ndarray:
-    """The limit of requests that set no max_tokens, int64 [n], tokens: what a server allows whose
+    """The limit of requests without max_tokens, int64 [n], tokens: that of a server whose
     max_model_len just fits the longest request."""
     return np.asarray(lengths.total.max() - lengths.prompt_len)
 
@@ -318,7 +319,7 @@ def gamma_arrivals(rate: float, cv: float, count: int, rng: np.random.Generator)
         cv: Standard deviation of the gaps over their mean. 1 is a Poisson process, more is
             burstier, less is more regular.
         count: Requests.
-        rng: What the gaps are drawn from.
+        rng: Random numbers for the gaps.
 
     Returns:
         float64 [count], seconds.
@@ -344,11 +345,11 @@ def on_off_arrivals(
     for `rate` on average over both.
 
     Args:
-        rate: Requests/s, off periods included.
+        rate: Requests/s, including off periods.
         on_s: Mean length of the on periods, seconds.
         off_s: Mean length of the off periods, seconds.
         count: Requests.
-        rng: What gaps and periods are drawn from.
+        rng: Random numbers for gaps and periods.
 
     Returns:
         float64 [count], seconds.
@@ -360,7 +361,7 @@ def on_off_arrivals(
         if not (math.isfinite(value) and value > 0):
             raise WorkloadError(f"{name} must be a positive number, got {value}")
     gaps = rng.exponential(on_s / (rate * (on_s + off_s)), check_count(count))
-    busy = np.cumsum(gaps)  # on a clock that stands still while the source is off
+    busy = np.cumsum(gaps)  # on a clock that stops while the source is off
     switches = np.cumsum(rng.exponential(on_s, 1 + int(2 * busy[-1] / on_s)))
     while switches[-1] < busy[-1]:
         switches = np.append(switches, switches[-1] + rng.exponential(on_s))
