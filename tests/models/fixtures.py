@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.models.base import Family, HFTensor, ModelConfig, Params, ParamSpec
 from jaxserve.models.fused import fuse
 from jaxserve.models.registry import family_for
-from jaxserve.weights import load_params
+from jaxserve.weights import CheckpointError, load_config, load_params
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "tests" / "reference"
@@ -81,6 +82,29 @@ def write_checkpoint(
     """Writes config.json and one model.safetensors (by default the reference weights)."""
     (folder / "config.json").write_text(json.dumps(hf))
     save_file(hf_tensors(hf) if tensors is None else tensors, folder / "model.safetensors")
+
+
+def load(path: Path, dtype: str = "float32", **options: Any) -> Params:
+    """The parameters of a checkpoint, by its own config."""
+    family, config, _ = load_config(path)
+    return load_params(path, family, config, dtype=dtype, **options)
+
+
+def refusal(path: Path) -> str:
+    """Why a checkpoint cannot be loaded, in one line."""
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    said = str(caught.value)
+    assert "\n" not in said and len(said) < 600
+    return said
+
+
+def assert_same(found: Params, wanted: Params) -> None:
+    """Whether both have the same arrays, of the same dtypes."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, or are not what they say: one line that names the file."""
+"""Checkpoints that are damaged, or are not what they say: one line that names what is wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,107 @@ import numpy as np
 import pytest
 
 from jaxserve.commands import convert
-from jaxserve.weights import CheckpointError, load_config, load_params
-from tests.models.fixtures import ROOT, hf_config, hf_tensors, write_checkpoint
+from tests.models.fixtures import ROOT, hf_config, hf_tensors, load, refusal, write_checkpoint
 
 INDEX = "model.safetensors.index.json"
+OPT, LLAMA = "model.decoder.layers.1", "model.layers.0"
+MIXTRAL, GPT_OSS = "model.layers.1.block_sparse_moe", "model.layers.1.mlp.experts"
+DEEPSEEK = "model.layers.2.self_attn"
+Change = Callable[[dict[str, np.ndarray]], object]
 
 
-def load(folder: Path) -> Any:
-    family, config, _ = load_config(folder)
-    return load_params(folder, family, config, dtype="float32")
+def whole(tensors: dict[str, np.ndarray]) -> None:
+    """Changes nothing."""
 
 
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+def without(name: str) -> Change:
+    """Takes a tensor out."""
+    return lambda tensors: tensors.pop(name)
+
+
+def filled(name: str, *shape: int, value: int = 0, dtype: Any = np.float32) -> Change:
+    """Puts another tensor in the place of one."""
+    return lambda tensors: tensors.update({name: np.full(shape, value, dtype)})
+
+
+def spoiled(name: str, value: float) -> Change:
+    """Puts a number in one place of a tensor."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[name] = tensors[name].copy()
+        tensors[name][3, 5] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "change", "says"),
+    [
+        ("opt", {}, without(f"{OPT}.fc2.bias"), f"has no tensor '{OPT}.fc2.bias'"),
+        ("opt", {}, filled(f"{OPT}.fc1.weight", 64, 31),
+         f"'{OPT}.fc1.weight': expected shape [64, 32], found [64, 31]"),
+        ("opt", {}, filled(f"{OPT}.fc1.weight", 64, 32, dtype=np.int8),
+         f"'{OPT}.fc1.weight': stored as I8"),
+        *(
+            ("opt", {}, spoiled(f"{OPT}.fc1.weight", value),
+             "parameter 'layers.1.up.kernel' is NaN or infinite in float32")
+            for value in (np.nan, np.inf, -np.inf)
+        ),
+        ("opt", {"num_hidden_layers": 2}, whole,
+         "num_hidden_layers is 2, but the checkpoint has a tensor 'model.decoder.layers.2."),
+        ("opt", {"quantization_config": "gptq"}, whole,
+         "config.json: quantization_config must be an object, got 'gptq'"),
+        ("opt", {"quantization_config": [1]}, whole, "must be an object, got [1]"),
+        ("llama3", {}, without("lm_head.weight"), "set tie_word_embeddings to true"),
+        ("llama3", {"num_hidden_layers": 2}, whole, "has a tensor 'model.layers.2."),
+        ("phi3", {}, filled(f"{LLAMA}.self_attn.qkv_proj.weight", 63, 32),
+         "qkv_proj.weight': expected shape [64, 32], found [63, 32]"),
+        ("phi3", {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+         whole, "are quantized, but no tensor is"),
+        ("mixtral", {}, without(f"{MIXTRAL}.experts.3.w2.weight"),
+         f"has no tensor '{MIXTRAL}.experts.3.w2.weight'"),
+        ("mixtral", {}, filled(f"{MIXTRAL}.experts.7.w1.weight", 63, 32),
+         f"'{MIXTRAL}.experts.7.w1.weight': expected shape [64, 32], found [63, 32]"),
+        ("mixtral", {}, filled(f"{MIXTRAL}.experts.8.w1.weight", 64, 32),
+         "by its config.json layers have 8 experts, but the checkpoint has a tensor "
+         f"'{MIXTRAL}.experts.8.w1.weight'"),
+        ("mixtral", {}, spoiled(f"{MIXTRAL}.experts.5.w3.weight", np.nan),
+         "parameter 'layers.1.experts.up.kernel' is NaN or infinite in float32"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1]}, whole,
+         "no tensor 'model.layers.0.mlp.gate_proj.weight'"),
+        ("gpt_oss", {}, without("model.layers.2.self_attn.sinks"), "layers.2.self_attn.sinks'"),
+        ("gpt_oss", {}, filled(f"{GPT_OSS}.gate_up_proj", 8, 32, 64),
+         f"'{GPT_OSS}.gate_up_proj': expected shape [8, 32, 128], found [8, 32, 64]"),
+        ("deepseek_v2_lite", {}, filled(f"{DEEPSEEK}.kv_a_proj_with_mqa.weight", 31, 32),
+         "kv_a_proj_with_mqa.weight': expected shape [32, 32], found [31, 32]"),
+        ("deepseek_v2_lite", {}, filled(f"{DEEPSEEK}.kv_a_proj_with_mqa.bias", 32),
+         f"has a tensor '{DEEPSEEK}.kv_a_proj_with_mqa.bias', but by its config there are no such"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    tmp_path: Path, name: str, config: dict[str, Any], change: Change, says: str
+) -> None:
+    tensors = hf_tensors(hf_config(name))
+    change(tensors)
+    write_checkpoint(tmp_path, hf_config(name) | config, tensors)
+    assert says in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "says"),
+    [
+        *(
+            ({"x.weight": file}, "weight_map: 'x.weight' is in no file")
+            for file in (5, None, ["a.safetensors"], {"a": 1}, "../a.safetensors", "")
+        ),
+        *((none, "has no weight_map") for none in ({}, [], "x", 3)),
+    ],
+)
+def test_an_index_of_something_else(tmp_path: Path, weight_map: object, says: str) -> None:
+    write_checkpoint(tmp_path, hf_config("opt"))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    said = refusal(tmp_path)
+    assert INDEX in said and says in said
 
 
 @pytest.fixture
@@ -40,62 +126,13 @@ def orbax(tmp_path: Path) -> Path:
     return tmp_path / "orbax"
 
 
-@pytest.mark.parametrize("value", [5, None, ["a.safetensors"], {"a": 1}, "../a.safetensors", ""])
-def test_a_weight_map_of_something_else(tmp_path: Path, value: object) -> None:
-    write_checkpoint(tmp_path, hf_config("opt"))
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x.weight": value}}))
-    assert f"{INDEX}: weight_map: 'x.weight' is in no file" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("value", [{}, [], "x", 3])
-def test_no_weight_map(tmp_path: Path, value: object) -> None:
-    write_checkpoint(tmp_path, hf_config("opt"))
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": value}))
-    assert f"{INDEX} has no weight_map" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["opt", "llama3"])
-def test_fewer_layers_than_the_file_has(tmp_path: Path, name: str) -> None:
-    hf = hf_config(name)
-    layers = hf["num_hidden_layers"]
-    write_checkpoint(tmp_path, {**hf, "num_hidden_layers": layers - 1}, hf_tensors(hf))
-    said = refusal(tmp_path)
-    assert f"config.json: num_hidden_layers is {layers - 1}, but the checkpoint has" in said
-    assert f".layers.{layers - 1}." in said
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_weights_that_are_no_numbers(tmp_path: Path, value: float) -> None:
-    tensors = hf_tensors(hf_config("opt"))
-    broken = tensors["model.decoder.layers.1.fc1.weight"] = tensors[
-        "model.decoder.layers.1.fc1.weight"
-    ].copy()
-    broken[3, 5] = value
-    write_checkpoint(tmp_path, hf_config("opt"), tensors)
-    said = refusal(tmp_path)
-    assert said == f"{tmp_path}: parameter 'layers.1.up.kernel' is NaN or infinite in float32"
-
-
-@pytest.mark.parametrize(("given", "shown"), [("gptq", "'gptq'"), ([1], r"[1]")])
-def test_a_quantization_config_that_is_no_object(tmp_path: Path, given: Any, shown: str) -> None:
-    write_checkpoint(
-        tmp_path, {**hf_config("opt"), "quantization_config": given}, hf_tensors(hf_config("opt"))
-    )
-    said = refusal(tmp_path)
-    assert f"config.json: quantization_config must be an object, got {shown}" in said
-
-
 def test_a_damaged_orbax_checkpoint_is_one_line(orbax: Path) -> None:
     """In a process of its own: threads of the library's write to its stderr."""
     for path in (orbax / "params").rglob("d/*"):
         os.truncate(path, min(100, path.stat().st_size))
     script = (
-        "import sys\n"
-        "from tests.models.test_broken_checkpoints import Path, CheckpointError, load\n"
-        "try:\n"
-        "    load(Path(sys.argv[1]))\n"
-        "except CheckpointError as error:\n"
-        "    print(error)\n"
+        "import sys; from tests.models.fixtures import Path, refusal; "
+        "print(refusal(Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", script, str(orbax)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

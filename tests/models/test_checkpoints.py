@@ -23,38 +23,21 @@ from jaxserve.weights import (
     load_preset,
     load_sampling_defaults,
 )
-from tests.models.fixtures import hf_config, hf_tensors, load_reference, write_checkpoint
-
-
-def load(folder: Path, dtype: str = "float32", **options):
-    family, config, _ = load_config(folder)
-    return load_params(folder, family, config, dtype=dtype, **options)
-
-
-def assert_same(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+from tests.models.fixtures import (
+    assert_same,
+    hf_config,
+    hf_tensors,
+    load,
+    load_reference,
+    refusal,
+    write_checkpoint,
+)
 
 
 @pytest.fixture
 def opt(tmp_path):
     write_checkpoint(tmp_path, hf_config("opt"))
     return tmp_path
-
-
-def test_values_land_where_they_belong(opt):
-    tensors, params = hf_tensors(hf_config("opt")), load(opt)
-    for layer in range(3):
-        name = f"model.decoder.layers.{layer}"
-        np.testing.assert_array_equal(
-            params.layers[layer].up.kernel, tensors[f"{name}.fc1.weight"].T
-        )
-        np.testing.assert_array_equal(
-            params.layers[layer].attn.v.bias, tensors[f"{name}.self_attn.v_proj.bias"]
-        )
-    np.testing.assert_array_equal(params.embed_tokens, tensors["model.decoder.embed_tokens.weight"])
 
 
 def test_sharded_safetensors(tmp_path):
@@ -71,8 +54,7 @@ def test_sharded_safetensors(tmp_path):
     assert_same(load(tmp_path), load_reference("llama3").stored)
 
     (tmp_path / file).unlink()
-    with pytest.raises(CheckpointError, match=f"names {file}, which is not in"):
-        load(tmp_path)
+    assert f"names {file}, which is not in" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float64])
@@ -102,55 +84,13 @@ def test_tensors_the_model_does_not_use_are_left(tmp_path):
     assert_same(load(tmp_path), load_reference("opt").stored)
 
 
-def test_missing_tensor(tmp_path):
-    tensors = hf_tensors(hf_config("opt"))
-    del tensors["model.decoder.layers.1.fc2.bias"]
-    write_checkpoint(tmp_path, hf_config("opt"), tensors)
-    with pytest.raises(CheckpointError, match=r"no tensor 'model\.decoder\.layers\.1\.fc2\.bias'"):
-        load(tmp_path)
-
-
-def test_missing_lm_head_says_what_to_do(tmp_path):
-    tensors = hf_tensors(hf_config("llama3"))
-    del tensors["lm_head.weight"]
-    write_checkpoint(tmp_path, hf_config("llama3"), tensors)
-    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
-        load(tmp_path)
-
-
-def test_rows_of_a_joined_tensor(tmp_path):
-    tensors = hf_tensors(hf_config("phi3"))
-    name = "model.layers.0.self_attn.qkv_proj.weight"
-    tensors[name] = tensors[name][:-1]
-    write_checkpoint(tmp_path, hf_config("phi3"), tensors)
-    with pytest.raises(
-        CheckpointError, match=r"qkv_proj\.weight': expected shape \[64, 32\], found \[63, 32\]"
-    ):
-        load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"qkv_proj\.weight would have to be joined"):
+@pytest.mark.parametrize(
+    ("name", "joined"), [("phi3", "qkv_proj.weight"), ("gpt_oss", "gate_up_proj")]
+)
+def test_joined_tensors_are_not_written_as_safetensors(tmp_path, name, joined):
+    write_checkpoint(tmp_path, hf_config(name))
+    with pytest.raises(CheckpointError, match=f"{joined} would have to be joined"):
         convert.convert(tmp_path, tmp_path / "out", into=convert.SAFETENSORS)
-    quantized = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-    write_checkpoint(tmp_path, hf_config("phi3") | {"quantization_config": quantized}, tensors)
-    with pytest.raises(CheckpointError, match="are quantized, but no tensor is"):
-        load(tmp_path)
-
-
-def test_wrong_shape(tmp_path):
-    tensors = hf_tensors(hf_config("opt"))
-    tensors["model.decoder.layers.0.fc1.weight"] = np.zeros((64, 31), np.float32)
-    write_checkpoint(tmp_path, hf_config("opt"), tensors)
-    with pytest.raises(
-        CheckpointError, match=r"fc1\.weight': expected shape \[64, 32\], found \[64, 31\]"
-    ):
-        load(tmp_path)
-
-
-def test_integer_weights(tmp_path):
-    tensors = hf_tensors(hf_config("opt"))
-    tensors["model.decoder.layers.0.fc1.weight"] = np.zeros((64, 32), np.int8)
-    write_checkpoint(tmp_path, hf_config("opt"), tensors)
-    with pytest.raises(CheckpointError, match=r"fc1\.weight': stored as I8"):
-        load(tmp_path)
 
 
 def test_a_path_may_begin_with_the_home_folder(opt, monkeypatch):
@@ -160,19 +100,14 @@ def test_a_path_may_begin_with_the_home_folder(opt, monkeypatch):
 
 
 def test_missing_paths(tmp_path):
-    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
-        load_config(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        load_config(tmp_path)
+    assert "no such checkpoint directory" in refusal(tmp_path / "nowhere")
+    assert "config.json is missing" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"config\.json: it is not valid JSON"):
-        load_config(tmp_path)
+    assert "config.json: it is not valid JSON" in refusal(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(hf_config("opt")))
-    with pytest.raises(CheckpointError, match=r"no \*\.safetensors files"):
-        load(tmp_path)
+    assert "no *.safetensors files" in refusal(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
-    with pytest.raises(CheckpointError, match=r"cannot read .*model\.safetensors"):
-        load(tmp_path)
+    assert refusal(tmp_path).startswith(f"cannot read {tmp_path / 'model.safetensors'}")
 
 
 def test_load_params_arguments(opt):
@@ -305,7 +240,7 @@ def test_random_params():
     assert nbytes == param_bytes(config, "float32") == 4 * family.num_params(config)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", ["opt", "phi3"])
 def test_convert_and_restore(tmp_path, name, capsys):
     source, target = tmp_path / "hf", tmp_path / "orbax"
     source.mkdir()

@@ -16,7 +16,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.models.sharding import pool_kv_heads
 from jaxserve.pallas_kernels.backends import platform_backend
 from jaxserve.weights import fuse_loaded, load_config, load_params, transpose_loaded
-from tests.models.fixtures import NAMES, hf_config, load_reference, write_checkpoint
+from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 
 
 @settings(max_examples=40)
@@ -58,20 +58,16 @@ def test_each_shard_has_its_own_heads(kv, group, shards, head_dim):
 APART = ("opt", "qwen2", "qwen3", "phi3", "olmo2", "deepseek_v2")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in APART else [pytest.mark.slow]) for name in NAMES],
-)
+@pytest.mark.parametrize("name", APART)
 def test_apart_gives_the_same_logits(name):
     case = load_reference(name)
     got = sequence_logits(case.family, case.stored, case.config, case.tokens[0])
     np.testing.assert_allclose(got, case.logits[0], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["opt", "qwen2", "qwen3"])
-def test_loaded_parameters_are_fused_in_place(tmp_path, name):
+def test_loaded_parameters_are_fused_in_place(tmp_path):
     """As `fuse` does; what is no longer wanted is gone, all else is as it was."""
-    write_checkpoint(tmp_path, hf_config(name))
+    write_checkpoint(tmp_path, hf_config("qwen2"))
     family, config, _ = load_config(tmp_path)
     stored = load_params(tmp_path, family, config, dtype="float32")
     want = fuse(stored, config)

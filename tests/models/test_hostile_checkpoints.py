@@ -18,8 +18,8 @@ from jaxserve.checkpoint_files import check_folder
 from jaxserve.config import ConfigError
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.models.rope import inverse_frequencies
-from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config, load_params
-from tests.models.fixtures import hf_config, hf_tensors, write_checkpoint
+from jaxserve.weights import CheckpointError, checkpoint_dtype, load_config
+from tests.models.fixtures import hf_config, hf_tensors, load, refusal, write_checkpoint
 from tests.server.processes import refused
 
 HOSTILE: list[Any] = [
@@ -39,14 +39,6 @@ ABSENT = (
     "rope_scaling", "rope_parameters", "rope_theta", "layer_types", "max_window_layers", "dtype",
     "sliding_window", "head_dim", "partial_rotary_factor", "attention_bias", "generation",
 )  # fmt: skip
-
-
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        family, config, _ = load_config(folder)
-        load_params(folder, family, config, dtype="float32")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def opt(folder: Path) -> Path:
@@ -156,12 +148,11 @@ def test_tensors_that_nobody_uses(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     extra = np.zeros(2, np.float32)
     used = {**tensors, f"{prefix}.rotary_emb.inv_freq": extra}
     write_checkpoint(tmp_path, hf, used)
-    family, config, _ = load_config(tmp_path)
     with caplog.at_level(logging.WARNING):
-        load_params(tmp_path, family, config, dtype="float32")
+        load(tmp_path)
         assert "nothing uses" not in caplog.text
         write_checkpoint(tmp_path, hf, {**used, "bias": extra, "z": extra})
-        load_params(tmp_path, family, config, dtype="float32")
+        load(tmp_path)
     assert "nothing uses tensor 'bias' and 1 more" in caplog.text
     write_checkpoint(tmp_path, hf, {**used, f"{prefix}.q_proj.bias": extra})
     assert f"a tensor '{prefix}.q_proj.bias', but by its config there are no such" in refusal(

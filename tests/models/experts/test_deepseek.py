@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.commands import convert
 from jaxserve.engine.startup.choices.model_options import cached_whole
 from jaxserve.models.base import Experts, Latent, ModelConfig, with_quantization
 from jaxserve.models.dense import sequence_logits
@@ -25,12 +23,10 @@ from jaxserve.models.rope import Rope
 from jaxserve.models.sharding import check_tensor
 from jaxserve.pallas_kernels.pool import slot_bytes
 from jaxserve.weights import load_config, load_params, transpose_loaded
-from tests.models.fixtures import hf_config, hf_tensors, write_checkpoint
+from tests.models.fixtures import hf_config, write_checkpoint
 from tests.models.quantized.test_quantized import widened
-from tests.models.test_broken_checkpoints import load, refusal
 
 LITE, FULL = hf_config("deepseek_v2_lite"), hf_config("deepseek_v2")
-Tensors = dict[str, np.ndarray]
 
 
 def test_the_lite_model_has_its_shape() -> None:
@@ -92,37 +88,6 @@ def test_layers_may_all_be_dense() -> None:
     assert config.experts is None
 
 
-@pytest.mark.parametrize(
-    ("hf", "message"),
-    [
-        (LITE | {"norm_topk_prob": True}, "norm_topk_prob is not supported"),
-        (LITE | {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
-        (LITE | {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported"),
-        (LITE | {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
-        (LITE | {"first_k_dense_replace": -1}, "first_k_dense_replace must be a number of layers"),
-        (LITE | {"n_shared_experts": None}, "n_shared_experts is missing"),
-        (LITE | {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
-        (LITE | {"num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8, .* got 9"),
-        (FULL | {"n_group": 3}, r"n_group 3 must divide n_routed_experts \(8\)"),
-        (FULL | {"topk_group": 5}, r"n_group 4 must .* be at least topk_group \(5\)"),
-        (FULL | {"topk_group": 1}, "num_experts_per_tok must be at most 2, .* got 3"),
-        (FULL | {"topk_group": None}, "topk_group is missing"),
-        (LITE | {"kv_lora_rank": 0}, "kv_lora_rank must be a positive integer, got 0"),
-        (LITE | {"q_lora_rank": 0}, "q_lora_rank must be a positive integer, got 0"),
-        (LITE | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7 must be even"),
-        (
-            LITE | {"num_key_value_heads": 2},
-            r"num_key_value_heads 2 other than num_attention_heads \(4\) is not supported",
-        ),
-        (LITE | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        (LITE | {"routed_scaling_factor": 0}, "routed_scaling_factor must be a number above 0"),
-    ],
-)
-def test_what_is_not_served_is_named(hf: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_hf(hf)
-
-
 def test_experts_are_of_the_groups_with_the_likeliest_ones() -> None:
     rng = np.random.default_rng(0)
     h = jnp.asarray(rng.normal(size=(30, 16)), jnp.float32)
@@ -140,73 +105,6 @@ def test_experts_are_of_the_groups_with_the_likeliest_ones() -> None:
         assert chosen[token].tolist() == best
         np.testing.assert_allclose(parts[token], 2.5 * chances[best], rtol=1e-4)
     np.testing.assert_allclose(free[:, 0], parts[:, 0], rtol=1e-6)  # the likeliest is always taken
-
-
-def _without(name: str) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-def _with(name: str, *shape: int) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({name: np.zeros(shape, np.float32)})
-
-
-ATTENTION, MLP = "model.layers.2.self_attn", "model.layers.2.mlp"
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            _without(f"{ATTENTION}.kv_b_proj.weight"),
-            f"the checkpoint has no tensor '{ATTENTION}.kv_b_proj.weight'",
-        ),
-        (
-            _without(f"{ATTENTION}.kv_a_layernorm.weight"),
-            f"the checkpoint has no tensor '{ATTENTION}.kv_a_layernorm.weight'",
-        ),
-        (
-            _with(f"{ATTENTION}.kv_a_proj_with_mqa.weight", 31, 32),
-            f"tensor '{ATTENTION}.kv_a_proj_with_mqa.weight': expected shape [32, 32], found "
-            "[31, 32]",
-        ),
-        (
-            _with(f"{ATTENTION}.q_proj.weight", 64, 32),
-            f"tensor '{ATTENTION}.q_proj.weight': expected shape [96, 32], found [64, 32]",
-        ),
-        (
-            _with(f"{ATTENTION}.kv_a_proj_with_mqa.bias", 32),
-            f"the checkpoint has a tensor '{ATTENTION}.kv_a_proj_with_mqa.bias', but by its config "
-            "there are no such biases",
-        ),
-        (
-            _without(f"{MLP}.experts.7.down_proj.weight"),
-            f"the checkpoint has no tensor '{MLP}.experts.7.down_proj.weight'",
-        ),
-        (
-            _with(f"{MLP}.experts.3.up_proj.weight", 19, 32),
-            f"tensor '{MLP}.experts.3.up_proj.weight': expected shape [20, 32], found [19, 32]",
-        ),
-        (
-            _without(f"{MLP}.shared_experts.gate_proj.weight"),
-            f"the checkpoint has no tensor '{MLP}.shared_experts.gate_proj.weight'",
-        ),
-    ],
-)
-def test_what_is_wrong_is_named(
-    tmp_path: Path, change: Callable[[Tensors], object], says: str
-) -> None:
-    tensors = hf_tensors(LITE)
-    change(tensors)
-    write_checkpoint(tmp_path, LITE, tensors)
-    assert refusal(tmp_path).endswith(says)
-
-
-def test_what_convert_writes_is_the_same(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    write_checkpoint(tmp_path / "hf", FULL)
-    convert.convert(tmp_path / "hf", tmp_path / "orbax", "float32")
-    stored, again = load(tmp_path / "hf"), load(tmp_path / "orbax")
-    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, stored, again)))
 
 
 def test_projections_in_few_bits_say_what_they_stand_for(tmp_path: Path) -> None:

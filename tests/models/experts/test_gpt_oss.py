@@ -4,11 +4,9 @@ them."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,12 +19,20 @@ from jaxserve.models.families.gpt_oss import config_from_hf
 from jaxserve.models.quantized import dequantize
 from jaxserve.models.registry import family_for
 from jaxserve.models.rope import Rope
-from jaxserve.weights import CheckpointError, load_config, load_params
+from jaxserve.weights import load_config, load_params
 from jaxserve.weights.mxfp4 import decode
 from jaxserve.weights.quantize import quantize
 from tests.engine import mixed_caches
-from tests.models.fixtures import REFERENCE, hf_config, hf_tensors, write_checkpoint
-from tests.models.test_broken_checkpoints import load, refusal
+from tests.models.fixtures import (
+    REFERENCE,
+    assert_same,
+    hf_config,
+    hf_tensors,
+    load,
+    refusal,
+    write_checkpoint,
+)
+from tests.models.test_broken_checkpoints import Change, filled, whole, without
 
 Tensors = dict[str, np.ndarray]
 CHUNKS = "mixed_chunks"
@@ -73,19 +79,6 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert len(np.unique(np.abs(got))) > 100
 
 
-def test_columns_of_gate_and_up_lie_by_turns(tmp_path: Path) -> None:
-    tensors = hf_tensors(hf_config("gpt_oss"))
-    write_checkpoint(tmp_path, hf_config("gpt_oss"))
-    layer = load(tmp_path).layers[1]
-    for first, part in enumerate((layer.experts.gate, layer.experts.up)):
-        both, bias = tensors[f"{EXPERTS}.gate_up_proj"], tensors[f"{EXPERTS}.gate_up_proj_bias"]
-        np.testing.assert_array_equal(part.kernel, both[..., first::2])
-        np.testing.assert_array_equal(part.bias, bias[..., first::2])
-    np.testing.assert_array_equal(layer.experts.down.kernel, tensors[f"{EXPERTS}.down_proj"])
-    sinks = tensors["model.layers.1.self_attn.sinks"]
-    np.testing.assert_array_equal(layer.attn.sinks, sinks)
-
-
 def test_mxfp4_is_read_wide_and_said_to_be(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -100,28 +93,20 @@ def test_mxfp4_is_read_wide_and_said_to_be(
     with caplog.at_level(logging.INFO):
         got = load(tmp_path / "packed")
     assert "its MXFP4 weights, 0.00 GiB, are made wide (float32) and take 0.00 GiB" in caplog.text
-    same = jax.tree.map(np.array_equal, got, load(tmp_path / "wide"))
-    assert all(jax.tree.leaves(same))
+    assert_same(got, load(tmp_path / "wide"))
     convert.convert(tmp_path / "packed", tmp_path / "orbax", "bfloat16")
-    again = jax.tree.map(np.array_equal, got.layers[0].experts.gate.kernel, _gate(tmp_path))
-    assert again
+    # Whose numbers bfloat16 has all.
+    assert "quantization_config" not in load_config(tmp_path / "orbax")[2]
+    again = load(tmp_path / "orbax").layers[0].experts.gate.kernel
+    np.testing.assert_array_equal(again, got.layers[0].experts.gate.kernel)
 
 
-def _gate(folder: Path) -> Any:
-    """The wide one of the Orbax checkpoint, whose numbers bfloat16 has all."""
-    family, config, hf = load_config(folder / "orbax")
-    assert "quantization_config" not in hf
-    params = load_params(folder / "orbax", family, config, dtype="float32")
-    return params.layers[0].experts.gate.kernel
-
-
-@pytest.mark.parametrize("how", ["int8", "int4"])
-def test_mxfp4_made_other_few_bits(tmp_path: Path, how: str) -> None:
+def test_mxfp4_made_other_few_bits(tmp_path: Path) -> None:
     """From the wide weights; biases, router and sinks stay."""
     hf = hf_config("gpt_oss") | MXFP4
     write_checkpoint(tmp_path, hf, packed(hf_tensors(hf)))
     family, plain, _ = load_config(tmp_path)
-    config = with_quantization(family, plain, how)
+    config = with_quantization(family, plain, "int4")
     small = load_params(tmp_path, family, config, dtype="float32").layers[1]
     wide = load_params(tmp_path, family, plain, dtype="float32").layers[1]
     assert np.array_equal(small.experts.router.kernel, wide.experts.router.kernel)
@@ -142,101 +127,34 @@ def test_hidden_caches_are_refused() -> None:
         choose_read("projected", CHUNKS, mixed_caches.make(CHUNKS), config)
 
 
-def _without(name: str) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.pop(name)
-
-
-def _with(name: str, value: np.ndarray) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({name: value})
+BYTES: dict[str, Any] = {"dtype": np.uint8}
+BLOCKS, SCALES = f"{EXPERTS}.down_proj_blocks", f"{EXPERTS}.down_proj_scales"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("config", "change", "says"),
     [
-        (
-            _without(f"{EXPERTS}.down_proj"),
-            f"the checkpoint has no tensor '{EXPERTS}.down_proj'",
-        ),
-        (
-            _without(f"{EXPERTS}.gate_up_proj_bias"),
-            f"the checkpoint has no tensor '{EXPERTS}.gate_up_proj_bias'",
-        ),
-        (
-            _without("model.layers.2.self_attn.sinks"),
-            "the checkpoint has no tensor 'model.layers.2.self_attn.sinks'",
-        ),
-        (
-            _with(f"{EXPERTS}.gate_up_proj", np.zeros((8, 32, 64), np.float32)),
-            f"tensor '{EXPERTS}.gate_up_proj': expected shape [8, 32, 128], found [8, 32, 64]",
-        ),
-        (
-            _with(f"{EXPERTS}.down_proj", np.full((8, 64, 32), np.nan, np.float32)),
-            "parameter 'layers.1.experts.down.kernel' is NaN or infinite in float32",
-        ),
+        ({}, without(SCALES), f"the checkpoint has no tensor '{SCALES}', but '{BLOCKS}'"),
+        ({}, without(BLOCKS), f"the checkpoint has no tensor '{BLOCKS}', but '{SCALES}'"),
+        ({}, filled(SCALES, 8, 32, 1, **BYTES),
+         f"tensor '{SCALES}': expected shape [8, 32, 2], found [8, 32, 1]"),
+        ({}, filled(SCALES, 8, 32, 2, value=255, **BYTES), f"tensor '{SCALES}': a scale is NaN"),
+        ({}, filled(BLOCKS, 8, 32, 2, 8, **BYTES),
+         f"tensor '{BLOCKS}': expected shape [experts, out, in / 32, 16], found [8, 32, 2, 8]"),
+        ({}, filled(BLOCKS, 8, 32, 2, 16, dtype=np.int8),
+         f"tensor '{BLOCKS}': stored as I8, not as bytes (U8)"),
+        ({"intermediate_size": 32}, whole,
+         "gate_up_proj': expected shape [8, 32, 64], found [8, 32, 128]"),
     ],
-)
-def test_what_is_wrong_is_named(
-    tmp_path: Path, change: Callable[[Tensors], object], says: str
-) -> None:
-    tensors = hf_tensors(hf_config("gpt_oss"))
-    change(tensors)
-    write_checkpoint(tmp_path, hf_config("gpt_oss"), tensors)
-    assert refusal(tmp_path).endswith(says)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (
-            _without(f"{EXPERTS}.down_proj_scales"),
-            f"the checkpoint has no tensor '{EXPERTS}.down_proj_scales', but "
-            f"'{EXPERTS}.down_proj_blocks'",
-        ),
-        (
-            _without(f"{EXPERTS}.down_proj_blocks"),
-            f"the checkpoint has no tensor '{EXPERTS}.down_proj_blocks', but "
-            f"'{EXPERTS}.down_proj_scales'",
-        ),
-        (
-            _with(f"{EXPERTS}.down_proj_scales", np.zeros((8, 32, 1), np.uint8)),
-            f"tensor '{EXPERTS}.down_proj_scales': expected shape [8, 32, 2], found [8, 32, 1]",
-        ),
-        (
-            _with(f"{EXPERTS}.down_proj_scales", np.full((8, 32, 2), 255, np.uint8)),
-            f"tensor '{EXPERTS}.down_proj_scales': a scale is NaN",
-        ),
-        (
-            _with(f"{EXPERTS}.down_proj_blocks", np.zeros((8, 32, 2, 8), np.uint8)),
-            f"tensor '{EXPERTS}.down_proj_blocks': expected shape [experts, out, in / 32, 16], "
-            "found [8, 32, 2, 8]",
-        ),
-        (
-            _with(f"{EXPERTS}.down_proj_blocks", np.zeros((8, 32, 2, 16), np.int8)),
-            f"tensor '{EXPERTS}.down_proj_blocks': stored as I8, not as bytes (U8)",
-        ),
-    ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_mxfp4_is_named(
-    tmp_path: Path, change: Callable[[Tensors], object], says: str
+    tmp_path: Path, config: dict[str, Any], change: Change, says: str
 ) -> None:
     hf = hf_config("gpt_oss") | MXFP4
     tensors = packed(hf_tensors(hf))
     change(tensors)
-    write_checkpoint(tmp_path, hf, tensors)
+    write_checkpoint(tmp_path, hf | config, tensors)
     assert refusal(tmp_path).endswith(says)
-
-
-def test_mxfp4_of_another_size_is_named(tmp_path: Path) -> None:
-    hf = hf_config("gpt_oss") | MXFP4
-    write_checkpoint(tmp_path, hf | {"intermediate_size": 32}, packed(hf_tensors(hf)))
-    assert "gate_up_proj': expected shape [8, 32, 64], found [8, 32, 128]" in refusal(tmp_path)
-
-
-def test_safetensors_are_not_written(tmp_path: Path) -> None:
-    (tmp_path / "hf").mkdir()
-    write_checkpoint(tmp_path / "hf", hf_config("gpt_oss"))
-    with pytest.raises(CheckpointError, match="gate_up_proj would have to be joined again"):
-        convert.convert(tmp_path / "hf", tmp_path / "out", into=convert.SAFETENSORS)
 
 
 def test_a_config_without_fields_is_that_of_the_large_model() -> None:
@@ -250,19 +168,3 @@ def test_a_config_without_fields_is_that_of_the_large_model() -> None:
     assert config.max_position == 131072
     assert [kind.sliding_window for kind in config.layer_kinds[:3]] == [128, None, 128]
     assert (config.experts.limit, config.experts.alpha) == (7.0, 1.702)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"num_experts_per_tok": 9}, r"at most num_local_experts \(8\), got 9"),
-        ({"swiglu_limit": -1}, "swiglu_limit must be a number above 0, got -1"),
-        ({"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
-        ({"sliding_window": 0}, "sliding_window must be a positive integer, got 0"),
-        ({"attention_bias": "yes"}, "attention_bias must be true or false"),
-    ],
-)
-def test_what_it_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_hf(hf_config("gpt_oss") | change)

@@ -19,8 +19,8 @@ import jaxserve
 from jaxserve.commands import convert
 from jaxserve.models.base import with_quantization
 from jaxserve.models.quantized import Quantized, dequantize
-from jaxserve.weights import CheckpointError, load_config, load_params
-from tests.models.fixtures import hf_config, hf_tensors
+from jaxserve.weights import load_config, load_params
+from tests.models.fixtures import assert_same, hf_config, hf_tensors, refusal
 from tests.models.quantized.test_quantized import in_groups, widened
 
 GROUP = 32
@@ -199,7 +199,7 @@ def test_weights_of_each_format(tmp_path, case):
     assert_stands_for(small, wide)
 
 
-@pytest.mark.parametrize("case", ["gptq-zero", "awq", "packed-zero", "int8"])
+@pytest.mark.parametrize("case", ["awq", "int8"])
 def test_to_orbax_and_to_compressed_tensors(tmp_path, case, capsys):
     small, wide = write_both(tmp_path, case, "opt")
     for into in ("orbax", "safetensors"):
@@ -248,13 +248,6 @@ def test_fp8(tmp_path, strategy, method):
     assert params.lm_head.dtype == jnp.float32
 
 
-def refusal(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as raised:
-        load(folder)
-    assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
-    return str(raised.value)
-
-
 Q = "model.layers.0.self_attn.q_proj"
 UP = "model.layers.1.mlp.up_proj"
 
@@ -298,8 +291,7 @@ def test_damaged(tmp_path, case, name, change, says):
     tensors = load_file(small / "model.safetensors")
     tensors[name] = np.ascontiguousarray(change(tensors[name]))
     save_file(tensors, small / "model.safetensors")
-    with pytest.raises(CheckpointError, match=says):
-        raise CheckpointError(refusal(small))
+    assert re.search(says, refusal(small))
 
 
 def test_a_missing_scale(tmp_path):
@@ -315,15 +307,16 @@ def add(folder: Path, name: str, tensor: np.ndarray) -> None:
     save_file({**tensors, name: tensor}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("case", ["packed", "int8"])
-@pytest.mark.parametrize("stored", ["plain", "in words"])
+@pytest.mark.parametrize(
+    ("case", "stored"), [("packed", "plain"), ("packed", "in words"), ("int8", "plain")]
+)
 def test_zero_points_of_symmetric_weights_are_the_middle(tmp_path, case, stored):
     small, wide = write_both(tmp_path, case)
     name = f"{UP}.weight_zero_point"
     bits, group, _, _ = CASES[case]
     shape = (64, 32 // (group or 32))
     zero = np.zeros(shape, np.int8)
-    if stored == "in words" and case == "packed":
+    if stored == "in words":
         zero = down(np.full(shape, 1 << (bits - 1)), bits)
     add(small, name, zero)
     assert_stands_for(small, wide)
@@ -332,7 +325,7 @@ def test_zero_points_of_symmetric_weights_are_the_middle(tmp_path, case, stored)
     assert refusal(small) == f"tensor '{name}': a symmetric weight has other zero points"
 
 
-@pytest.mark.parametrize("case", ["gptq", "packed", "int8"])
+@pytest.mark.parametrize("case", ["gptq", "int8"])
 def test_a_bias_that_the_model_has_not(tmp_path, case, caplog):
     small, wide = write_both(tmp_path, case)
     add(small, f"{Q}.bias", np.zeros(32, np.float16))
@@ -377,8 +370,16 @@ def test_refused_by_name(tmp_path, config, says):
 QUANTISED = re.compile(r".*(_proj|experts\.\d+\.w[123])\.weight")
 
 
-@pytest.mark.parametrize("case", ["gptq-zero", "gptq-8", "awq", "packed-zero", "int8"])
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("gptq-zero", "mixtral"),
+        ("gptq-8", "phi3"),
+        ("awq", "phi3"),
+        ("packed-zero", "qwen3_moe"),
+        ("int8", "mixtral"),
+    ],
+)
 def test_of_joined_tensors_and_experts_they_are_made_wide(tmp_path, case, name, caplog):
     small, wide = write_both(tmp_path, case, name)
     with caplog.at_level(logging.INFO):
@@ -396,7 +397,7 @@ def test_of_experts_they_are_quantised_anew_where_that_is_asked(tmp_path):
         family, config, _ = load_config(folder)
         config = with_quantization(family, config, "int8")
         found.append(load_params(folder, family, config, dtype="float32"))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert_same(*found)
 
 
 def test_q_k_and_v_must_be_alike(tmp_path):
@@ -420,9 +421,7 @@ def test_quantised_at_load_and_by_convert_alike(tmp_path, capsys):
     params, family, config = load(small)
     for folder in (source, plain):  # safetensors, and Orbax
         again = load_params(folder, family, config, dtype="float32")
-        assert jax.tree.structure(again) == jax.tree.structure(params)
-        for one, other in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_same(again, params)
     assert convert.main([str(small), str(tmp_path / "again"), "--quantize=int8"]) == 2
     assert "--quantize: the checkpoint's weights are quantised already" in capsys.readouterr().err
     assert convert.main([str(source), str(tmp_path / "x"), "--quantize=int3"]) == 2
@@ -445,14 +444,13 @@ def test_check_compares_what_both_make_of_a_text(tmp_path, capsys):
     box = Path(jaxserve.__file__).parent / "assets" / "tiny-stories"
     text = tmp_path / "text"
     text.write_text("Once upon a time there was a little girl who had a red ball. " * 8)
-    for how, most in (("int8", 3.0), ("int4", 40.0)):
-        command = [str(box), str(tmp_path / how), f"--quantize={how}", f"--check={text}"]
-        assert convert.main(command) == 0
-        said = capsys.readouterr().out.splitlines()[-1]
-        found = re.fullmatch(r"perplexity of text: ([\d.]+) -> ([\d.]+) \(([+-].+)%\)", said)
-        assert found is not None, said
-        assert 1 < float(found[1]) < 100
-        assert abs(float(found[3])) < most
+    command = [str(box), str(tmp_path / "int8"), "--quantize=int8", f"--check={text}"]
+    assert convert.main(command) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(r"perplexity of text: ([\d.]+) -> ([\d.]+) \(([+-].+)%\)", said)
+    assert found is not None, said
+    assert 1 < float(found[1]) < 100
+    assert abs(float(found[3])) < 3
     text.write_text("")
     assert convert.main([str(box), str(tmp_path / "x"), f"--check={text}"]) == 2
     assert "--check: text has fewer than two tokens" in capsys.readouterr().err.replace(

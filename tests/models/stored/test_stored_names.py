@@ -15,21 +15,19 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxserve.commands.convert import convert
-from jaxserve.models.base import Params
-from jaxserve.weights import CheckpointError, load_config, load_params
+from jaxserve.weights import load_config
 from jaxserve.weights.tensors import INDEX
-from tests.models.fixtures import hf_config, hf_tensors, load_reference, write_checkpoint
+from tests.models.fixtures import (
+    assert_same,
+    hf_config,
+    hf_tensors,
+    load,
+    load_reference,
+    refusal,
+    write_checkpoint,
+)
 
 HEAD = "lm_head.weight"
-
-
-def load(path: Path) -> Params:
-    family, config, _ = load_config(path)
-    return load_params(path, family, config, dtype="float32")
-
-
-def same(found: Params, expected: Params) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def untied(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
@@ -41,8 +39,16 @@ def untied(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray], str]:
 
 
 @pytest.mark.promise(43)
-@pytest.mark.parametrize("name", ["llama2", "gemma2", "opt", "opt_post_norm", "gpt_oss", "mixtral"])
-@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("llama2", False),
+        ("gemma2", True),
+        ("opt", True),
+        ("opt_post_norm", False),
+        ("gpt_oss", True),
+    ],
+)
 def test_a_head_that_is_another_table_is_used(
     name: str, prefix: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -54,7 +60,7 @@ def test_a_head_that_is_another_table_is_used(
     with caplog.at_level(logging.WARNING):
         assert not load_config(tmp_path)[1].tied
     assert "has another one, lm_head.weight, which is used" in caplog.text
-    same(load(tmp_path), whole)
+    assert_same(load(tmp_path), whole)
     # As transformers ties them: where they are equal, and where one of the two is stored.
     write_checkpoint(
         tmp_path, {**hf, "tie_word_embeddings": True}, {**tensors, HEAD: tensors[table]}
@@ -75,8 +81,7 @@ def test_a_head_of_another_shape_or_type_is_no_copy(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, hf, {**tensors, HEAD: tensors[table].astype(np.float16)})
     assert not load_config(tmp_path)[1].tied
     write_checkpoint(tmp_path, hf, {**tensors, HEAD: tensors[table][:-1]})
-    with pytest.raises(CheckpointError, match=r"lm_head.weight.*expected shape"):
-        load(tmp_path)
+    assert "lm_head.weight': expected shape" in refusal(tmp_path)
 
 
 def test_a_head_in_orbax_is_used(tmp_path: Path) -> None:
@@ -88,11 +93,16 @@ def test_a_head_in_orbax_is_used(tmp_path: Path) -> None:
     config = json.loads((target / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     (target / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
-    same(load(target), load(source))
+    assert_same(load(target), load(source))
 
 
-@pytest.mark.parametrize("layout", ["language_model.{}", "model.language_model.{short}"])
-@pytest.mark.parametrize(("outer", "name"), [("gemma3", "gemma3"), ("mistral3", "mistral")])
+@pytest.mark.parametrize(
+    ("layout", "outer", "name"),
+    [
+        ("language_model.{}", "gemma3", "gemma3"),
+        ("model.language_model.{short}", "mistral3", "mistral"),
+    ],
+)
 def test_models_of_images_serve_texts(
     layout: str, outer: str, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +123,7 @@ def test_models_of_images_serve_texts(
     hf = {"model_type": outer, "text_config": text, "tie_word_embeddings": tie}
     write_checkpoint(tmp_path, hf, tensors | vision)
     with caplog.at_level(logging.WARNING):
-        same(load(tmp_path), load_reference(name).stored)
+        assert_same(load(tmp_path), load_reference(name).stored)
     assert f"of this '{outer}' only texts are served; images are refused" in caplog.text
     assert "nothing uses" not in caplog.text
 
@@ -121,8 +131,7 @@ def test_models_of_images_serve_texts(
 def test_a_text_config_that_is_not_served_is_named(tmp_path: Path) -> None:
     hf = {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}
     write_checkpoint(tmp_path, hf, {})
-    with pytest.raises(CheckpointError, match="model_type 'ministral3' is not supported"):
-        load_config(tmp_path)
+    assert "model_type 'ministral3' is not supported" in refusal(tmp_path)
 
 
 EXPERT = re.compile(r"(.+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
@@ -149,13 +158,13 @@ def fused(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
 def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
     hf = hf_config(name)
     tensors = fused(hf_tensors(hf))
     assert any(key.endswith("experts.gate_up_proj") for key in tensors)
     write_checkpoint(tmp_path, hf, tensors)
-    same(load(tmp_path), load_reference(name).stored)
+    assert_same(load(tmp_path), load_reference(name).stored)
 
 
 def test_experts_that_are_stored_together_and_are_too_many(tmp_path: Path) -> None:
@@ -163,8 +172,7 @@ def test_experts_that_are_stored_together_and_are_too_many(tmp_path: Path) -> No
     tensors = fused(hf_tensors(hf))
     fewer = hf["num_local_experts"] - 1
     write_checkpoint(tmp_path, {**hf, "num_local_experts": fewer}, tensors)
-    with pytest.raises(CheckpointError, match=r"gate\.weight.*expected shape \[7, "):
-        load(tmp_path)
+    assert "gate.weight': expected shape [7, " in refusal(tmp_path)
 
 
 def test_of_several_files_one_counts_or_all_are_needed(tmp_path: Path) -> None:
@@ -174,27 +182,24 @@ def test_of_several_files_one_counts_or_all_are_needed(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, hf, tensors)
     save_file(other, tmp_path / "a.safetensors")
     save_file(other, tmp_path / "z.safetensors")
-    same(load(tmp_path), expected)  # model.safetensors, as transformers has it
+    assert_same(load(tmp_path), expected)  # model.safetensors, as transformers has it
     whose = dict.fromkeys(tensors, "z.safetensors")
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": whose}))
-    same(load(tmp_path), expected)
+    assert_same(load(tmp_path), expected)
     (tmp_path / "model.safetensors").rename(tmp_path / "m.safetensors")
     first = next(iter(tensors))
     whose = dict.fromkeys(tensors, "m.safetensors") | {first: "z.safetensors"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": whose}))
-    family, config, _ = load_config(tmp_path)
-    mixed = load_params(tmp_path, family, config, dtype="float32")
+    mixed = load(tmp_path)
     changed = [not np.array_equal(a, b) for a, b in
                zip(jax.tree.leaves(mixed), jax.tree.leaves(expected), strict=True)]  # fmt: skip
     assert sum(changed) == 1
     (tmp_path / INDEX).unlink()
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path)
-    said = str(caught.value)
+    said = refusal(tmp_path)
     assert "m.safetensors" in said and "a.safetensors" in said and "the tensor " in said
     half = len(tensors) // 2
     for path in tmp_path.glob("*.safetensors"):
         path.unlink()
     save_file(dict(list(tensors.items())[:half]), tmp_path / "a.safetensors")
     save_file(dict(list(tensors.items())[half:]), tmp_path / "b.safetensors")
-    same(load(tmp_path), expected)
+    assert_same(load(tmp_path), expected)
