@@ -30,7 +30,7 @@ class Quiet(NamedTuple):
 Quietly = Callable[[str], Quiet]
 FIELDS: dict[str, Any] = {
     "scheduler__max_rows": 8,
-    "engine__row_buckets": (1, 3, 8),
+    "engine__row_buckets": (1, 8),
     "engine__token_buckets": (16, 64),
 }
 

@@ -22,20 +22,16 @@ from tests.exact.questions import alone, differing, questions, together
 FIELDS: dict[str, Any] = {
     "cache__host_gib": 0.001,
     "scheduler__max_rows": 8,
-    "engine__row_buckets": (1, 3, 8),
+    "engine__row_buckets": (1, 8),
     "engine__token_buckets": (16, 64),
 }
 FEW = (  # in `make test`; of the others each has something of one of these
-    "opt",
-    "llama3",
-    "whole",
     "gemma3",
     "gpt_oss",
     "deepseek_v2",
     "qwen3, bfloat16",
     "whole moe, bfloat16",
     "whole, int8",
-    "whole, int4",
     "whole, cache of int8",
     "gguf",
 )

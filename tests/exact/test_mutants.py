@@ -24,21 +24,6 @@ FEW = 3  # rows
 pytestmark = pytest.mark.slow
 
 
-def without(field: str) -> Callable[[Backend], Any]:
-    """The field's choice of a kernel, with none for few rows: XLA multiplies and adds them up."""
-
-    def changed(backend: Backend) -> Any:
-        choose = getattr(backend, field)
-
-        def otherwise(first: Any, *rest: Any, **more: Any) -> Any:
-            rows = first if isinstance(first, int) else first.shape[0]
-            return None if rows <= FEW else choose(first, *rest, **more)
-
-        return otherwise
-
-    return changed
-
-
 def from_the_end(backend: Backend) -> Any:
     """Sums of few rows of logits begin at the last."""
 
@@ -82,22 +67,6 @@ def inputs_from_the_end(backend: Backend) -> Any:
     return choose
 
 
-def terms_from_the_end(backend: Backend) -> Any:
-    """What few tokens get of their experts is added in the opposite order."""
-
-    def choose(y: jax.Array) -> Any:
-        assert backend.add_weighted is not None
-        kernel = backend.add_weighted(y)
-
-        def add(base: jax.Array, y: jax.Array, weights: jax.Array, places: jax.Array) -> Any:
-            turn = slice(None, None, -1 if len(weights) <= FEW else 1)
-            return kernel(base, y, weights[:, turn], places[:, turn])
-
-        return add
-
-    return choose
-
-
 def heads_from_the_end(backend: Backend) -> Any:
     """Products of queries and keys begin at a head's last element, where all rows decode."""
 
@@ -114,11 +83,7 @@ def heads_from_the_end(backend: Backend) -> Any:
 
 MUTANTS: dict[str, tuple[str, Callable[[Backend], Any]]] = {
     "skinny_matmul": ("whole, bfloat16", rows_from_the_end),
-    "norm": ("whole", without("norm")),
-    "gated": ("whole", without("gated")),
-    "quantized_matmul": ("whole, int8", without("quantized_matmul")),
     "grouped_matmul": ("whole moe", inputs_from_the_end),
-    "add_weighted": ("gpt_oss", terms_from_the_end),
     "log_sum_exp": ("whole", from_the_end),
     "attend": ("whole", heads_from_the_end),
 }

@@ -18,7 +18,7 @@ from tests.engine.lora import peft
 from tests.exact.conftest import Quietly
 from tests.exact.questions import Question, alone, differing, together
 
-KINDS = ("whole, bfloat16", "opt")
+WIDE, NARROW = "whole, bfloat16", "opt"
 FEW_BLOCKS = {"cache__num_blocks": 44}
 WAYS: dict[str, dict[str, Any]] = {
     "all at once": {},
@@ -42,16 +42,23 @@ WAYS: dict[str, dict[str, Any]] = {
         for policy in ("accelgen", "bros", "fairbatching", "infermax", "orca", "slidingserve")
     },
 }
-EACH = ("prompts token by token", "preempted", "other buckets", "blocks of 16")
-ONCE = ("all at once", "preempted in chunks", "swapped out", "with room for adapters", "by bros")
+QUICK = {
+    WIDE: (
+        "prompts token by token",
+        "preempted in chunks",
+        "swapped out",
+        "with room for adapters",
+        "by bros",
+    ),
+    NARROW: ("preempted", "other buckets", "blocks of 16"),
+}
 
 
 def ways() -> Iterator[Any]:
-    """Of each kind; most of them for one kind, or slow."""
-    for kind in KINDS:
-        for way in WAYS:
-            quick = way in EACH or (kind == KINDS[0] and way in ONCE)
-            yield pytest.param(kind, way, marks=() if quick else pytest.mark.slow)
+    """All of them of one kind, the others of which are slow."""
+    for kind, quick in QUICK.items():
+        for way in WAYS if kind == WIDE else quick:
+            yield pytest.param(kind, way, marks=() if way in quick else pytest.mark.slow)
 
 
 @pytest.mark.promise(45)
@@ -65,10 +72,9 @@ def test_way(quietly: Quietly, kind: str, way: str) -> None:
 
 
 @pytest.mark.promise(45)
-@pytest.mark.parametrize("kind", KINDS)
-def test_beginnings_that_are_found(quietly: Quietly, kind: str) -> None:
+def test_beginnings_that_are_found(quietly: Quietly) -> None:
     """Of another's prompt, of several lengths; then all of it, with its text."""
-    quiet = quietly(kind)
+    quiet = quietly(NARROW)
     with engine(quiet.path, **quiet.fields, cache__prefix_caching=True) as running:
         others = [
             Question((*question.prompt[:most], 3 + number % 50), {"max_tokens": 2})
@@ -83,10 +89,9 @@ def test_beginnings_that_are_found(quietly: Quietly, kind: str) -> None:
 
 @pytest.mark.promise(45)
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafted(quietly: Quietly, proposing: Callable[[Known], None], kind: str) -> None:
+def test_drafted(quietly: Quietly, proposing: Callable[[Known], None]) -> None:
     """With drafts of any length, half of which have a wrong token."""
-    quiet = quietly(kind)
+    quiet = quietly(NARROW)
     texts = {q.prompt: a for q, a in zip(quiet.asked, quiet.answers, strict=True) if not q.pooling}
     proposing({prompt: answer[0][0] for prompt, answer in texts.items()})
     fields = {"scheduler__policy": "sarathi+spec", "scheduler__max_prefill_tokens": 24}
@@ -95,10 +100,9 @@ def test_drafted(quietly: Quietly, proposing: Callable[[Known], None], kind: str
 
 
 @pytest.mark.promise(45)
-@pytest.mark.parametrize("kind", KINDS)
-def test_beside_adapters(quietly: Quietly, kind: str, tmp_path: Path) -> None:
+def test_beside_adapters(quietly: Quietly, tmp_path: Path) -> None:
     """Rows of two adapters, and of none, in one batch."""
-    quiet = quietly(kind)
+    quiet = quietly(WIDE)
     paths = {
         "one": str(peft.write(tmp_path / "one", quiet.path)),
         "two": str(peft.write(tmp_path / "two", quiet.path, rank=7, seed=2)),

@@ -62,16 +62,11 @@ def zero(content: bytes, first: int, count: int) -> bytes:
     "damage",
     [
         lambda content: b"",
-        lambda content: content[:20],
         lambda content: content[:-1],
         lambda content: content + b"\0",
         lambda content: bytes(len(content)),
-        lambda content: b"\xff garbage " * 99,
         lambda content: b"\x80" + content[1:],
-        *(
-            lambda content, at=at: zero(content, len(content) * at // 8, len(content) // 8)
-            for at in range(8)
-        ),
+        lambda content: zero(content, len(content) // 2, len(content) // 8),
     ],
 )
 def test_what_is_damaged_is_compiled_anew_and_kept(

@@ -3,13 +3,8 @@ in two ways."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxserve.pallas_kernels import (
     HIDDEN,
@@ -17,71 +12,27 @@ from jaxserve.pallas_kernels import (
     LEFT,
     RIGHT,
     make_pool,
-    paged_attention,
     read_tokens,
     reference,
 )
 from tests.pallas_kernels import batches
 from tests.pallas_kernels.batches import Shape, make_batch, make_projection, vectors
-from tests.pallas_kernels.cases import BACKENDS, BY_NAME
+from tests.pallas_kernels.cases import BY_NAME
 from tests.pallas_kernels.conformance import ABSORBED, call, put, wide
 
-SMALL = Shape(4, 2, head_dim=64, rows=2, tokens=20, width=5, layers=1)
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_written_is_read_back(backend: str) -> None:
+def test_what_is_written_is_read_back() -> None:
     rng, shape = np.random.default_rng(0), BY_NAME["mixed"].shape
     batch = make_batch(shape, [(21, 21), (19, 19)], [LEFT, RIGHT], 0, rng)
     pool = make_pool(2, shape.blocks, 2, shape.block_size, shape.head_dim, jnp.float32)
     k, v = (vectors(shape, 2, rng, np.float32) for _ in range(2))
-    pool = put(backend, pool, jnp.int32(1), k, v, batch, x=None)
+    pool = put("xla", pool, jnp.int32(1), k, v, batch, x=None)
     for row, start, end in ((0, 0, 21), (1, 21, 40)):
         for plane, value in enumerate((k, v)):
             table = np.asarray(batch.tables)[row, plane]
             found = read_tokens(pool, 1, table, end - start, int(batch.direction[row]))
             np.testing.assert_array_equal(found, value[start:end])
     assert not np.asarray(pool)[0].any()
-
-
-def test_chunks_then_decodes_equal_one_dense_attention() -> None:
-    """A prompt in three uneven chunks beside a decoding row, then decode steps: each token's
-    output is that of causal attention over all tokens at once."""
-    rng = np.random.default_rng(1)
-    total = (12, 30)
-    q, k, v = (
-        [rng.standard_normal((n, heads, SMALL.head_dim), dtype=np.float32) for n in total]
-        for heads in (4, 2, 2)
-    )
-    steps = [[(7, 7), (0, 0)], [(8, 1), (19, 19)], [(9, 1), (27, 8)], [(10, 1), (28, 1)]]
-    steps += [[(10 + i, 1), (28 + i, 1)] for i in (1, 2)]
-    pool = jnp.full((1, SMALL.blocks, 2, SMALL.block_size, SMALL.head_dim), jnp.nan)
-    attend = jax.jit(functools.partial(paged_attention, scale=0.25, decode_only=False))
-    out = [np.zeros_like(item) for item in q]
-    first = make_batch(SMALL, [(1, 1), (1, 1)], [RIGHT, LEFT], 0, rng)
-    for rows in steps:
-        decodes = sum(length == 1 for _, length in rows)
-        batch = make_batch(SMALL, rows, [RIGHT, LEFT], decodes, rng)
-        batch = dataclasses.replace(batch, tables=first.tables)
-
-        def flat(items: list[np.ndarray], rows: list[tuple[int, int]] = rows) -> np.ndarray:
-            parts = [x[c - n : c] for x, (c, n) in zip(items, rows, strict=True)]
-            joined = np.concatenate(parts)
-            return np.pad(joined, ((0, 20 - len(joined)), (0, 0), (0, 0)))
-
-        layer = jnp.int32(0)
-        pool = put("xla", pool, layer, flat(k), flat(v), batch)
-        got = np.asarray(attend(flat(q), pool, layer, batch))
-        start = 0
-        for row, (context, length) in enumerate(rows):
-            out[row][context - length : context] = got[start : start + length]
-            start += length
-    for row, done in enumerate(total):
-        for i in range(done):
-            want = reference._one_token(
-                q[row][i].astype(np.float64), k[row][: i + 1], v[row][: i + 1], 0.25, None, None
-            )
-            assert np.linalg.norm(out[row][i] - want) < 1e-5 * np.linalg.norm(want)
 
 
 def test_the_decodes_of_a_batch_alone() -> None:

@@ -59,11 +59,13 @@ def takers(heads: int, cutting: tuning.Cutting) -> Callable[[jax.Array], list[ja
     return jax.jit(run)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize(
-    "cutting",
-    [tuning.Cutting(6, 1, 6, 3), tuning.Cutting(5, 2, 3, 90), tuning.Cutting(1, 1, 1, 1)],
-    ids=["more only where needed", "a wave", "one program"],
+    ("heads", "cutting"),
+    [
+        pytest.param(3, tuning.Cutting(6, 1, 6, 3), id="more only where needed"),
+        pytest.param(3, tuning.Cutting(5, 2, 3, 90), id="a wave"),
+        pytest.param(1, tuning.Cutting(1, 1, 1, 1), id="one program"),
+    ],
 )
 def test_every_tile_is_taken_once(heads: int, cutting: tuning.Cutting) -> None:
     """However few programs there are."""

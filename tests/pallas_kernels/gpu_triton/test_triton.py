@@ -40,8 +40,8 @@ CUTS = {
 }
 CUT = [
     pytest.param(*which.values, shares, id=f"{which.id}-{shares}")
-    for which in WHICH
-    for shares in CUTS
+    for number, which in enumerate(WHICH)
+    for shares in ("three-tiles", ("one-tile", "one-program")[number % 2])
 ]
 
 
@@ -87,13 +87,10 @@ def test_however_work_is_cut_the_result_is_the_same(
         attention.check_run(run, case, edge(case.shape, attention.kind), 1)
 
 
-@pytest.mark.parametrize(
-    "shares", mostly_slow([pytest.param(cut, id=cut) for cut in CUTS], "three-tiles")
-)
-def test_decodes_leave_chunks_alone(shares: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_leave_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch's other tokens: those of chunks are left to the kernel for chunks, which writes all
     of them; for those of nobody there are zeros."""
-    monkeypatch.setattr(tuning, "cutting", lambda launch, tiles, **_: CUTS[shares](tiles))
+    monkeypatch.setattr(tuning, "cutting", lambda launch, tiles, **_: CUTS["three-tiles"](tiles))
     case = Case("whole", Shape(6, 2, rows=4, width=12, tokens=30))
     batch = edges.chunks_between_others(case.shape, KV)
     queries, pool, layer, _ = PAGED.arguments(case, batch, 1)
@@ -136,7 +133,6 @@ def test_one_long_context_among_short_ones(attention: Attention, head_dim: int) 
     ("tokens", "kernels", "window"),
     [
         (50, [{1, 2, 3}, {4, 5}], None),
-        pytest.param(50, [{1, 2, 3}, {4, 5}], 50, marks=pytest.mark.slow),
         pytest.param(46, [{1, 2, 3, 4, 5}], 50, marks=pytest.mark.slow),
     ],
 )
@@ -164,10 +160,7 @@ def test_rows_with_drafts_beside_decodes_and_chunks(
     PAGED.check_run(run_of(PAGED, case), case, batch, 1)
 
 
-@pytest.mark.parametrize(
-    ("attention", "case"),
-    mostly_slow(WHICH, f"{PAGED.name}-{CHUNKS.name}", f"{ABSORBED.name}-{DECODES.name}"),
-)
+@pytest.mark.parametrize(("attention", "case"), [(PAGED, CHUNKS), (ABSORBED, DECODES)])
 def test_a_plan_made_once_serves_every_layer(attention: Attention, case: Case) -> None:
     """It depends on the batch alone; the function would make the same."""
     batch = edges.edges_of(case)[3](case.shape, attention.kind)

@@ -39,7 +39,7 @@ def _compared(x, weights, sizes, *, transposed):
     return product, stored, got
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     behind=st.integers(0, 3),
@@ -129,7 +129,7 @@ def test_kernel_of_gpus(sizes):
     np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
-@settings(max_examples=30, deadline=None)  # each shape is compiled
+@settings(max_examples=10, deadline=None)  # each shape is compiled
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     behind=st.integers(0, 20),
