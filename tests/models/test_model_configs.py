@@ -225,6 +225,8 @@ def test_longrope_rotates_by_the_longest_context_served():
         want = base / np.asarray(scaling[factors])
         np.testing.assert_allclose(inverse_frequencies(rope, 16), want, rtol=1e-5)
     assert config.rope.amplitude == pytest.approx((1 + np.log(4) / np.log(32)) ** 0.5)
+    for first_name in ("su", "yarn"):  # of Phi-3's
+        assert parse({**hf, "rope_scaling": {**scaling, "rope_type": first_name}}) == config
     short = parse({**hf, "max_position_embeddings": 32})
     assert short.rope.factors == tuple(scaling["short_factor"])
     llama = parse(hf_config("llama3"))

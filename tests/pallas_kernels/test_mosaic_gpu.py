@@ -35,9 +35,8 @@ LARGE = Case(
 
 @pytest.mark.skipif(common.missing() is not None, reason=f"{common.missing()}")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("programs", [1, 5])
-@pytest.mark.parametrize("case", [PAGES, LARGE], ids=lambda case: case.name)
-def test_decodes_at_edges(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "programs"), [(PAGES, 1), (LARGE, 5)])
+def test_decodes(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a context in one program, and programs that begin inside of one."""
     cutting = tuning.Cutting(programs, 1, programs, 1 << 20)
     monkeypatch.setattr(tuning, "cutting", lambda launch, tiles: cutting)

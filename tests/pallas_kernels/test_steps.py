@@ -1,5 +1,5 @@
-"""What holds of several kernels together: what one writes another reads, and one result can be had
-in two ways."""
+"""What holds of several functions together: what one writes another reads, and a batch's decodes
+are those of the batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxserve.pallas_kernels import (
     reference,
 )
 from tests.pallas_kernels import batches
-from tests.pallas_kernels.batches import Shape, make_batch, make_projection, vectors
+from tests.pallas_kernels.batches import make_batch, vectors
 from tests.pallas_kernels.cases import BY_NAME
 from tests.pallas_kernels.conformance import ABSORBED, call, put, wide
 
@@ -54,23 +54,3 @@ def test_the_decodes_of_a_batch_alone() -> None:
         np.testing.assert_allclose(got[row], want[tokens[row]], rtol=1e-4, atol=1e-5)
         assert np.any(got[row]) == (kind == HIDDEN)
     assert not got[3:].any()
-
-
-def test_absorbing_equals_projecting() -> None:
-    """For keys without rotation: fold wk into q, apply wv to the result (DeepSeek-V2, 2.1.2). Of
-    the references, which all backends are held to."""
-    shape = Shape(3, 3, rows=3, tokens=3)
-    rng = np.random.default_rng(4)
-    rows = [(9, 1), (48, 1), (17, 1)]
-    batch = make_batch(shape, rows, [LEFT, RIGHT, LEFT], 3, rng, kinds=[HIDDEN] * 3)
-    pool = batches.make_pool(shape, batch, rng, np.float32)
-    projection = make_projection(shape, rng, np.float32, bias=True)
-    q = vectors(shape, shape.num_heads, rng, np.float32)
-    by_head = (-1, shape.num_heads, shape.head_dim)
-    assert projection.bv is not None
-    wk, wv = (np.asarray(w, np.float64).reshape(by_head) for w in (projection.wk, projection.wv))
-    qx = np.einsum("thd,ehd->the", q.astype(np.float64), wk)
-    mixed = reference.absorbed_attention(qx, pool, 0, batch, scale=0.3)
-    got = np.einsum("the,ehd->thd", mixed, wv) + np.asarray(projection.bv).reshape(by_head[1:])
-    want = reference.projected_attention(q, pool, 0, batch, projection, scale=0.3)
-    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)

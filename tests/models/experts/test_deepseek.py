@@ -14,10 +14,8 @@ import pytest
 from jaxserve.engine.startup.choices.model_options import cached_whole
 from jaxserve.models.base import Experts, Latent, ModelConfig, with_quantization
 from jaxserve.models.dense import sequence_logits
-from jaxserve.models.experts import route
 from jaxserve.models.families.deepseek import config_from_hf
 from jaxserve.models.fused import fuse
-from jaxserve.models.layers import Linear
 from jaxserve.models.presets import preset
 from jaxserve.models.rope import Rope
 from jaxserve.models.sharding import check_tensor
@@ -86,25 +84,6 @@ def test_a_config_without_fields_means_what_transformers_takes_it_for() -> None:
 def test_layers_may_all_be_dense() -> None:
     config = config_from_hf(LITE | {"first_k_dense_replace": 4})
     assert config.experts is None
-
-
-def test_experts_are_of_the_groups_with_the_likeliest_ones() -> None:
-    rng = np.random.default_rng(0)
-    h = jnp.asarray(rng.normal(size=(30, 16)), jnp.float32)
-    router = Linear(kernel=jnp.asarray(rng.normal(size=(16, 12)), jnp.float32))
-    given: dict[str, Any] = {"num_experts": 12, "experts_per_token": 4, "d_ff": 1, "scale": 2.5}
-    experts = Experts(**given, normalised=False, groups=4, groups_per_token=2)
-    parts, chosen = route(h, router, experts, None)
-    free, freely = route(h, router, Experts(**given, normalised=False), None)
-    assert (np.sort(chosen) != np.sort(freely)).any(), "groups change something"
-    for token, x in enumerate(np.asarray(h @ router.kernel, np.float64)):
-        chances = np.exp(x) / np.exp(x).sum()
-        groups = np.argsort(-chances.reshape(4, 3).max(axis=1))[:2]
-        allowed = [expert for expert in range(12) if expert // 3 in groups]
-        best = sorted(allowed, key=lambda expert: -chances[expert])[:4]
-        assert chosen[token].tolist() == best
-        np.testing.assert_allclose(parts[token], 2.5 * chances[best], rtol=1e-4)
-    np.testing.assert_allclose(free[:, 0], parts[:, 0], rtol=1e-6)  # the likeliest is always taken
 
 
 def test_projections_in_few_bits_say_what_they_stand_for(tmp_path: Path) -> None:

@@ -428,7 +428,7 @@ def test_quantised_at_load_and_by_convert_alike(tmp_path, capsys):
     assert "--quantize: must be int8, int4 or fp8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["int8", "int4:group=32,zero", "fp8"])
+@pytest.mark.parametrize("how", ["int4:group=32,zero", "fp8"])
 def test_compressed_tensors_of_our_own(tmp_path, how):
     source, target = tmp_path / "hf", tmp_path / "small"
     write(source, in_groups("llama3"), hf_tensors(in_groups("llama3")))

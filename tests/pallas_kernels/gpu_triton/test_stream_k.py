@@ -129,8 +129,11 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("gpu", [tuning.A100, tuning.H100], ids=["a100", "h100"])
-@pytest.mark.parametrize("geometry", [OPT_13B, LLAMA_3_8B], ids=["opt-13b", "llama-3-8b"])
+@pytest.mark.parametrize(
+    ("geometry", "gpu"),
+    [(OPT_13B, tuning.A100), (LLAMA_3_8B, tuning.H100)],
+    ids=["opt-13b-a100", "llama-3-8b-h100"],
+)
 @pytest.mark.parametrize("contexts", MIXED.values(), ids=MIXED.keys())
 def test_no_program_has_more_to_read_than_the_others(
     contexts: list[int], geometry: Geometry, gpu: tuning.Gpu
@@ -170,8 +173,11 @@ def test_more_than_the_pool_should_hold_is_still_all_taken() -> None:
     assert tiles_by_program([8192] * 64, 64, small, tuning.A100).max() > 16
 
 
-@pytest.mark.parametrize("geometry", [OPT_13B, LLAMA_3_8B], ids=["opt-13b", "llama-3-8b"])
-@pytest.mark.parametrize("context", [2048, 8192])
+@pytest.mark.parametrize(
+    ("geometry", "context"),
+    [(OPT_13B, 2048), (LLAMA_3_8B, 8192)],
+    ids=["opt-13b", "llama-3-8b"],
+)
 def test_a_chunk_of_128_tokens_is_work_for_every_multiprocessor(
     geometry: Geometry, context: int
 ) -> None:
