@@ -45,6 +45,7 @@ from tests.models.fixtures import (
     write_checkpoint,
 )
 from tests.models.gguf_files import (
+    WRITTEN,
     metadata_of,
     tensors_of,
     write_gguf,
@@ -123,7 +124,7 @@ def test_the_largest_gemma_scales_scores_by_its_width(tmp_path: Path) -> None:
         assert config_json(read_header(path))["query_pre_attn_scalar"] == scalar
 
 
-@pytest.mark.parametrize("kind", [Type.F16, Type.BF16, Type.Q8_0, Type.Q5_1])
+@pytest.mark.parametrize("kind", WRITTEN)
 def test_types_of_tensors(kind: Type, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata_of(WIDE), tensors_of(WIDE), kind)
     _, config, hf = load_config(path)
@@ -140,6 +141,63 @@ def test_types_of_tensors(kind: Type, tmp_path: Path) -> None:
             np.testing.assert_array_equal(files.read(name, part).astype(np.float32), exact[part])
 
 
+def _k_scales(packed: np.ndarray) -> tuple[list[int], list[int]]:
+    """The eight scales and minima of six bits in twelve bytes, by the format's description."""
+    b = [int(x) for x in packed]
+    scales = [b[i] & 63 for i in range(4)]
+    minima = [b[i + 4] & 63 for i in range(4)]
+    scales += [(b[i + 8] & 15) | (b[i] >> 6) << 4 for i in range(4)]
+    minima += [(b[i + 8] >> 4) | (b[i + 4] >> 6) << 4 for i in range(4)]
+    return scales, minima
+
+
+def _one_by_one(kind: Type, block: np.ndarray) -> list[float]:
+    """The 256 elements of a block, each by itself."""
+    half = block.view(np.float16).astype(np.float32)
+    found = []
+    if kind == Type.Q6_K:
+        low, high, scales = block[:128], block[128:192], block[192:208].view(np.int8)
+        for i in range(256):
+            part, j = divmod(i, 128)
+            nibble = low[64 * part + j % 64] >> (0 if j < 64 else 4) & 15
+            top = high[32 * part + j % 32] >> 2 * (j // 32) & 3
+            value = int(nibble) + 16 * int(top) - 32
+            found.append(float(half[104] * np.float32(scales[i // 16]) * np.float32(value)))
+        return found
+    d, least = half[0], half[1]
+    scales, minima = _k_scales(block[4:16])
+    high, low = block[16:48], block[48:] if kind == Type.Q5_K else block[16:]
+    for i in range(256):
+        group = i // 32
+        value = int(low[32 * (group // 2) + i % 32] >> 4 * (group % 2) & 15)
+        if kind == Type.Q5_K:
+            value += 16 * int(high[i % 32] >> group & 1)
+        found.append(float(d * np.float32(scales[group]) * value - least * minima[group]))
+    return found
+
+
+@pytest.mark.parametrize(("kind", "size"), [(Type.Q4_K, 144), (Type.Q5_K, 176), (Type.Q6_K, 210)])
+def test_types_that_the_library_does_not_write(kind: Type, size: int, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    tensors = tensors_of(WIDE)
+    for name in ("blk.0.ffn_up.weight", "blk.0.attn_k.weight"):
+        blocks = random.integers(0, 256, (tensors[name].shape[0], size), np.uint8)
+        blocks[:, -2:] = blocks[:, :2] = blocks[:, 2:4] = np.array([0.01], np.float16).view(
+            np.uint8
+        )
+        tensors[name] = blocks
+    path = write_gguf(tmp_path / "m.gguf", metadata_of(WIDE), tensors, kind)
+    _, config, _ = load_config(path)
+    with GGUFTensors(path, config) as files:
+        up = files.read("model.layers.0.mlp.up_proj.weight", (slice(3, 5), slice(0, 256)))
+        for row in (0, 1):
+            stored = tensors["blk.0.ffn_up.weight"][3 + row]
+            np.testing.assert_allclose(up[row], _one_by_one(kind, stored), rtol=1e-5, atol=1e-6)
+        k = files.read("model.layers.0.self_attn.k_proj.weight", (slice(0, 2), slice(0, 256)))
+        expected = _one_by_one(kind, tensors["blk.0.attn_k.weight"][2])  # of a pair, the first
+        np.testing.assert_allclose(k[1], expected, rtol=1e-5, atol=1e-6)
+
+
 def test_all_types_are_as_the_library_has_them() -> None:
     for number, kind in TYPES.items():
         assert (kind.name, GGML_QUANT_SIZES[Type(number)]) == (Type(number).name, kind[1:])
@@ -148,9 +206,7 @@ def test_all_types_are_as_the_library_has_them() -> None:
         assert number not in list(Type) or Type(number).name == name
 
 
-@pytest.mark.parametrize(
-    "kind", [Type.Q2_K, Type.Q5_K, Type.Q6_K, Type.IQ4_NL, Type.TQ1_0, Type.MXFP4]
-)
+@pytest.mark.parametrize("kind", [Type.Q2_K, Type.IQ4_NL, Type.TQ1_0, Type.MXFP4])
 def test_types_that_the_library_reads(kind: Type, tmp_path: Path) -> None:
     """They are made wide, as it makes them, in the order of rows that the model wants."""
     random = np.random.default_rng(0)

@@ -71,8 +71,13 @@ def test_dense_logits_as_users_have_them(name):
 @pytest.mark.parametrize(
     ("name", "roundings"),
     [
+        ("opt_post_norm", 12),
         ("gemma2", 20),
         ("gpt_oss", 12),
+        *(
+            pytest.param(name, 12, marks=pytest.mark.slow)
+            for name in ("llama2", "qwen3", "granite", "deepseek_v2_lite", "qwen2_moe", "qwen3_moe")
+        ),
     ],
 )
 def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings):

@@ -103,7 +103,8 @@ def test_mxfp4_is_read_wide_and_said_to_be(
 
 def test_mxfp4_made_other_few_bits(tmp_path: Path) -> None:
     """From the wide weights; biases, router and sinks stay."""
-    hf = hf_config("gpt_oss") | MXFP4
+    two = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    hf = hf_config("gpt_oss") | MXFP4 | two
     write_checkpoint(tmp_path, hf, packed(hf_tensors(hf)))
     family, plain, _ = load_config(tmp_path)
     config = with_quantization(family, plain, "int4")

@@ -74,7 +74,7 @@ def test_a_block_stands_for_what_the_library_makes_of_it(kind):
     np.testing.assert_allclose(wide.T, want, rtol=0, atol=ends)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_logits_are_those_of_the_wide_ones(tmp_path, kind):
     everything = {"blk": Type[kind], "token_embd": Type[kind]}
     path = written(tmp_path / "m.gguf", everything, TIED)
