@@ -19,7 +19,7 @@ from jaxserve.weights import fuse_loaded, load_config, load_params, transpose_lo
 from tests.models.fixtures import hf_config, load_reference, write_checkpoint
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(
     kv=st.integers(1, 6),
     group=st.integers(1, 4),

@@ -297,6 +297,7 @@ def test_experts_by_themselves_as_the_first_files_had_them(tmp_path: Path) -> No
         ({"llama__rope__dimension_count": 4, "llama__attention__key_length": 8},
          "llama.rope.dimension_count is 4, and heads have 8"),
         ({"llama__rope__scaling__type": "longrope"}, "rope.scaling.type is 'longrope', which is n"),
+        ({"llama__rope__scaling__attn_factor": 2.0}, "attn_factor is 2.0; only 1 is supported"),
         ({"llama__expert_count": 8}, "num_experts_per_tok is missing"),
         ({"split__count": 3}, "it is a part of a model that was split; merge its parts first"),
         ({"tokenizer__ggml__eos_token_id": 61}, "tokenizer.ggml.eos_token_id is 61, which is none"),

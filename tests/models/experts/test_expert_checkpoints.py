@@ -47,7 +47,8 @@ def test_what_convert_writes_is_the_same(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("how", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_few_bits_say_what_they_stand_for(tmp_path: Path, how: str) -> None:
     """The router stays as it is."""
-    hf = hf_config("qwen3_moe") | {"intermediate_size": 64, "num_hidden_layers": 1}
+    one = {"num_hidden_layers": 1, "mlp_only_layers": []}
+    hf = hf_config("qwen3_moe") | {"intermediate_size": 64, **one}
     write_checkpoint(tmp_path, hf)
     family, plain, _ = load_config(tmp_path)
     config = with_quantization(family, plain, how)
