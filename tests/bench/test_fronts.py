@@ -101,3 +101,8 @@ def test_how_much_later() -> None:
         tool_calls.AS_LONG: pytest.approx(0.1),
     }
     assert "+10.0%" in tool_calls.text(dict.fromkeys(turns, 100), turns)
+
+
+def test_the_command_line() -> None:
+    args = cli.parse(["tools", "--tools=5", "--config.scheduler.max_rows=4"])
+    assert (args.tools, args.config.scheduler.max_rows) == (5, 4)

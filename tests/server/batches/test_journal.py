@@ -134,6 +134,7 @@ def test_batches_are_served_in_the_order_of_their_commits(journal: Journal) -> N
 def test_owners_take_turns_whoever_was_first(journal: Journal) -> None:
     for owner, count in (("alice", 9), ("bob", 2), ("alice", 1), ("carol", 3)):
         journal.append(f"of {count}", "m", 0, lines(count), commit=True, owner=owner)
+    assert len(journal.waiting("m", START, 2)) == 2, "fewer than there are owners"
     read: dict[str, Position] = {}
     order = []
     while found := journal.waiting("m", read, 6):

@@ -28,6 +28,9 @@ def test_a_running_server_is_serving(channel: grpc.Channel) -> None:
     for service in ("", GENERATION, BATCHES):
         asked = health_pb2.HealthCheckRequest(service=service)
         assert health_pb2_grpc.HealthStub(channel).Check(asked).status == STATUS.SERVING
+    with pytest.raises(grpc.RpcError) as error:
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="other"))
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_a_hung_engine_is_not_serving_until_it_goes_on(engine: FakeEngine) -> None:

@@ -282,6 +282,7 @@ def test_functions_of_old_clients_are_tools(shared: Plain) -> None:
         ({"role": "user", "content": None}, "content is required"),
         ({"role": "user", "content": "a", "refusal": "no"}, "only an assistant has refusal"),
         ({"role": "tool", "content": "a", "function_call": {"name": "f"}}, "only an assistant"),
+        ({"role": "user", "content": "a", "tool_call_id": "c"}, "only a tool has a tool_call_id"),
         (
             {"role": "user", "content": [{"type": "text", "text": "", "refusal": "a"}]},
             "no refusal",
