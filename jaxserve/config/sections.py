@@ -302,6 +302,8 @@ class ServedModelConfig:
     def __post_init__(self) -> None:
         formats = f" must be one of {', '.join(LOAD_FORMATS)}"
         _check(self, "model.load_format", self.load_format in LOAD_FORMATS, formats)
+        two = f"model.preset={self.preset} and model.path={self.path} are two models"
+        _require(not (self.path and self.preset), f"{two}; --model= leaves the preset")
         dtypes = f" must be auto or one of {', '.join(DTYPES)}"
         _check(self, "model.dtype", self.dtype in (AUTO, *DTYPES), dtypes)
         read = self.generation_config in (AUTO, NO_DEFAULTS)

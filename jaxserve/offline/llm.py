@@ -488,8 +488,9 @@ def _config(model: str, config: ConfigDict | None, fields: Mapping[str, Any]) ->
     from jaxserve.server.startup.launch import find_checkpoint  # imports the whole server
 
     if config is None:
-        config = base.get_config() if model else tiny_cpu.get_config()
-    chosen = {"model__path": model, **fields} if model else fields
+        named = model or fields.get("model__preset")
+        config = base.get_config() if named else tiny_cpu.get_config()
+    chosen = {"model__path": model, "model__preset": "", **fields} if model else fields
     return find_checkpoint(config_from_config_dict(config, chosen))
 
 

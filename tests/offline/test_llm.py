@@ -239,6 +239,8 @@ def test_what_it_cannot_start_with() -> None:
         LLM(scheduler__rows=3)
     with pytest.raises(ConfigError, match=r"scheduler\.max_rows: must be int"):
         LLM(scheduler__max_rows="3")
+    with pytest.raises(ConfigError, match="opt-999b"):  # not the model in the box
+        LLM(model__preset="opt-999b", model__load_format="random")
     with pytest.raises(AttributeError, match="LLMs"):
         jaxserve.LLMs  # noqa: B018
 

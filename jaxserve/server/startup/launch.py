@@ -171,7 +171,7 @@ def read_config(values: flags.FlagValues = flags.FLAGS) -> Config:
         for name, (path, _) in _SHORTCUTS.items()
         if values[name].value is not None
     }
-    if values["model"].value is not None:
+    if values["model"].value:
         fields["model__preset"] = ""  # the checkpoint defines its own shape
         # Random weights only stand in for a missing checkpoint.
         fields.setdefault("model__load_format", AUTO)

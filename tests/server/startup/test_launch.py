@@ -130,6 +130,13 @@ def test_a_model_of_ones_own_replaces_a_presets_random_weights() -> None:
     assert parse(opt, "--model=/my/opt", "--load_format=random").model.load_format == "random"
 
 
+def test_a_preset_beside_a_checkpoint_is_refused_and_served_without() -> None:
+    preset = "--config.model.preset=opt-125m"
+    with pytest.raises(ConfigError, match=r"model\.preset=opt-125m and model\.path=.*two models"):
+        parse(preset)
+    assert parse(preset, "--model=").model.preset == "opt-125m"
+
+
 @pytest.mark.parametrize(
     ("argument", "words"),
     [

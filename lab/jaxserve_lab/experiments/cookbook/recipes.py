@@ -116,10 +116,7 @@ RECIPES: dict[str, Recipe] = {
         title="OPT",
         commands=(
             ("jaxserve serve facebook/opt-125m", "from the Hugging Face Hub"),
-            (
-                "jaxserve serve --config.model.preset=opt-125m --config.model.load_format=random",
-                "its shape with random weights, to measure",
-            ),
+            ("jaxserve serve opt_125m_cpu", "its shape with random weights, to measure"),
         ),
         presets=(
             *("opt-125m", "opt-350m", "opt-1.3b", "opt-2.7b", "opt-6.7b", "opt-13b", "opt-30b"),

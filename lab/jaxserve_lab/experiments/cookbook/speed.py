@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.configs import base
 from jaxserve.machine import machine, versions
 from jaxserve.offline.llm import LLM
 from jaxserve.sched.request import SamplingParams
@@ -54,7 +53,7 @@ def measure(preset: str, quantization: str) -> Speed:
         "cache__num_blocks": (STREAMS + 1) * length // 16,
         "engine__max_model_len": length,
     }
-    with LLM(config=base.get_config(), **fields) as llm:
+    with LLM(**fields) as llm:
 
         def median(streams: int, output: int) -> float:
             """Seconds that so many streams take."""
