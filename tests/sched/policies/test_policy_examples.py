@@ -308,6 +308,18 @@ def test_whoever_is_alone_may_fill_the_pool(policy: str) -> None:
     run.to_the_end()
 
 
+def test_infermax_leaves_those_that_run_what_they_are_expected_to_take() -> None:
+    """a is to end with 10 + 11 - 1 of 40 tokens, and so is b: nothing is left for c."""
+    run = drive("infermax", m=40, expect="running")
+    for _ in range(40):
+        run.table.output_lengths.add(11)
+    a = run.add(10, 30)
+    assert run.step() == {a: 10}
+    b = run.add(10, 30)
+    run.add(3, 5)
+    assert run.step() == {a: 1, b: 10}
+
+
 def test_infermax_expects_no_more_than_max_tokens() -> None:
     run = drive("infermax", m=40)
     for _ in range(40):
