@@ -111,10 +111,12 @@ def test_a_name_makes_a_token_of_the_vocabulary_special(tmp_path: Path) -> None:
 
 def test_flags_of_a_token(tmp_path: Path) -> None:
     swallowing = {"content": "<mask>", "special": True, "lstrip": True}
-    config = {"added_tokens_decoder": {str(SIZE): swallowing}}
+    known = {**swallowing, "content": "</s>"}  # which tokenizer.json has without that
+    config = {"added_tokens_decoder": {str(SIZE): swallowing, "1": known}}
     found = load_tokenizer(write(tmp_path, {"tokenizer_config": config}))
     once = found.encode("Once", special=False)
     assert found.encode("Once   <mask>", special=False) == [*once, SIZE]
+    assert found.encode("Once   </s>", special=False) == [*once, 1]
 
 
 def test_the_files_contradict_each_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
