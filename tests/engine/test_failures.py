@@ -343,9 +343,9 @@ def test_a_plan_that_fails_as_somebody_comes_ends_the_newcomer_first(
         return bool((table.max_tokens[table.state > 0] == VICTIM_TOKENS).any())
 
     method(type(scheduler.policy), "plan", poisoned)(monkeypatch, lambda: None)
-    _, first = send(roomy, [9], gate := Gate(), **GREEDY)
+    _, first = send(roomy, [9], gate := Gate(), **GREEDY | {"max_tokens": 3})
     gate.reached()
-    others = neighbours(roomy)
+    others = neighbours(roomy)  # who go on after it
     gate.open()
     first.wait()
     _, victim = send(roomy, [5], **GREEDY | {"max_tokens": VICTIM_TOKENS})
