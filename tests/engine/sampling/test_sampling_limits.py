@@ -124,6 +124,8 @@ def test_logprobs_are_the_models_own_whatever_is_sampled() -> None:
         assert result.top_ids[i].tolist() == best[i].tolist()
         np.testing.assert_allclose(result.top_logprobs[i], logprobs[i][best[i]], atol=1e-5)
     assert int(result.tokens[1]) == 4
+    state, alone = step(state, logits[1:2], [1])  # who wants no alternatives
+    assert abs(float(alone.chosen_logprob[0]) - logprobs[1, int(alone.tokens[0])]) < 1e-5
     _, silent = step(state, logits[2:], [2])
     assert not np.any(silent.top_logprobs) and not np.any(silent.chosen_logprob)
 
