@@ -1,1 +1,1 @@
-"""The command `jaxserve`, and those of its subcommands that belong to no other package."""
+"""The command `jaxserve`, and its subcommands that belong to no other package."""

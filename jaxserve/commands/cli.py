@@ -89,6 +89,6 @@ def _help_text() -> str:
     width = max(map(len, COMMANDS)) + 2
     lines = ["usage: jaxserve COMMAND ...", "", "LLM serving in JAX with SLO-aware scheduling.", ""]
     lines += [f"  {name:<{width}}{text}" for name, (_, _, text) in COMMANDS.items()]
-    lines += ["", "What is marked (lab) needs the extra lab, and so does a part of bench."]
+    lines += ["", "Commands marked (lab) need the extra lab, and so does a part of bench."]
     lines += ["jaxserve COMMAND --help says more; --version, and no more."]
     return "\n".join(lines)

@@ -113,12 +113,12 @@ def _read(path: Path) -> str:
 def _parser() -> Parser:
     parser = Parser(prog="jaxserve keys", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="new|list|revoke")
-    new = commands.add_parser("new", help="a key for somebody")
-    new.add_argument("name", help="whose it is, or what for; logs have it")
+    new = commands.add_parser("new", help="make a key")
+    new.add_argument("name", help="its owner or purpose, shown in logs")
     for limit, words in LIMITS.items():
         new.add_argument(f"--{limit}", help=words)
-    new.add_argument("--file", help="adds its line there; without, the line is printed")
-    shown = commands.add_parser("list", help="whose keys there are")
+    new.add_argument("--file", help="file to add its line to; otherwise the line is printed")
+    shown = commands.add_parser("list", help="list the keys")
     shown.add_argument("--file", required=True, help="the server's api_keys")
     revoke = commands.add_parser("revoke", help="ends one")
     revoke.add_argument("name")

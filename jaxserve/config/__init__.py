@@ -1,5 +1,5 @@
-"""The configuration: one tree of frozen dataclasses, made from ConfigDict where jaxserve is
-entered, and checked when it is made."""
+"""The configuration: one tree of frozen dataclasses, made from a ConfigDict at the start, and
+checked when it is made."""
 
 from jaxserve.config.errors import ConfigError as ConfigError
 from jaxserve.config.sections import AUTO as AUTO

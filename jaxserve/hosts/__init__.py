@@ -1,1 +1,1 @@
-"""Several hosts that serve one model: who they are, and what they tell each other."""
+"""Several hosts that serve one model: their ranks, and the messages between them."""

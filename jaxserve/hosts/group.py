@@ -198,7 +198,7 @@ def _admitted(channel: Channel, address: str, rank: Rank, profile: Mapping[str, 
             raise BadMessage(f"a {message.name[:40]!r} instead of a hello")
     except (Closed, BadMessage, TimeoutError) as error:
         why = str(error)[:_LOGGED]
-        log.warning("somebody at %s has connected who is no follower: %s", address, why)
+        log.warning("a connection from %s is not a follower: %s", address, why)
         channel.close()
         return None
     difference = _difference(theirs, profile)

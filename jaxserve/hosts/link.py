@@ -125,7 +125,7 @@ class Link:
         except Closed:
             self._lose(f"{self.peer} is gone")
         except (BadMessage, KeyError, TypeError, ValueError, OverflowError) as error:
-            self._lose(f"{self.peer} says what nobody understands: {error}")
+            self._lose(f"{self.peer} sent an invalid message: {error}")
 
     def _beat(self) -> None:
         while not self._over.wait(self._each):

@@ -1,1 +1,1 @@
-"""The accounting of cache blocks and host memory: who holds what, and what moves."""
+"""The accounting of cache blocks and host memory: which request holds what, and what moves."""

@@ -1,1 +1,1 @@
-"""Scheduling policies, one file a system; a folder where a system needs several."""
+"""Scheduling policies, one file per system, or a folder if a system needs several."""

@@ -1,1 +1,1 @@
-"""Which replica gets a request, from snapshots of the replicas that are late or lost."""
+"""Chooses a replica for each request, by snapshots that may be late or lost."""

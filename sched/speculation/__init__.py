@@ -1,1 +1,1 @@
-"""Speculative decoding: who drafts how much, and how often drafts are right."""
+"""Speculative decoding: how much each request drafts, and how often drafts are right."""

@@ -1,1 +1,1 @@
-"""The state of requests while they are served, one array a property."""
+"""The state of requests while they are served, one array per property."""

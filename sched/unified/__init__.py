@@ -1,1 +1,1 @@
-"""InferMax Algorithm 1: the unified scheduler, of which most policies are settings."""
+"""InferMax Algorithm 1: the unified scheduler, which most policies configure."""

@@ -192,7 +192,7 @@ def test_what_is_too_long_or_no_message_leaves_a_short_line(
         stranger = connected(leader, gathered)
         stranger.sendall(sent)
         let_go(stranger)
-    lines = [each.getMessage() for each in caplog.records if "no follower" in each.message]
+    lines = [each.getMessage() for each in caplog.records if "not a follower" in each.message]
     assert len(lines) == 2 and max(map(len, lines)) < 200, lines
     joining(right)
     assert list(gathered.result(TIMEOUT)) == [1]

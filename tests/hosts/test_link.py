@@ -64,7 +64,7 @@ def test_one_that_says_what_it_should_not_is_lost() -> None:
         ends, here = channels(), Losses()
         Link(ends[0], "the follower", here, patience_s=TIMEOUT).start()
         ends[1].send(wrong)
-        assert here.wait().startswith("the follower says what nobody understands")
+        assert here.wait().startswith("the follower sent an invalid message")
 
 
 def test_one_that_beats_but_does_not_get_on_is_lost() -> None:

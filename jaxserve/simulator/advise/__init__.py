@@ -1,1 +1,1 @@
-"""Which policy to serve with: all of them simulated on one's own traffic."""
+"""Recommends a policy, by simulating all of them on one's own traffic."""

@@ -172,23 +172,30 @@ def _parser() -> Parser:
     parser = Parser(prog="jaxserve optimal", description=__doc__)
     add = parser.add_argument
     add("--workload", required=True, help="see above")
-    add("--num_requests", type=positive_int, help="the first so many of a file")
+    add("--num_requests", type=positive_int, help="number of first requests of a file")
     add("--system", default="llama-2-7b@a100", help="preset, MODEL@DEVICE or profile.json")
     add("--rules", choices=tuple(RULES), default="infermax_paper", help="whose batch times")
     add("--kv_tokens", type=positive_int, required=True, help="M, tokens of KV cache")
     add("--max_batch_tokens", type=positive_int, help="C (the system's)")
     add("--max_prefill_tokens", type=positive_int, help="P (C)")
-    add("--block_size", type=positive_int, default=1, help="tokens of a block (1)")
+    add("--block_size", type=positive_int, default=1, help="tokens per block (1)")
     add("--whole_prompts", action="store_true", help="prompts are not cut; much faster to solve")
-    add("--objective", choices=OBJECTIVES, default="latency", help="what to make small (latency)")
-    add("--better_than", type=seconds, help="only ask whether a schedule below so many s exists")
+    add("--objective", choices=OBJECTIVES, default="latency", help="what to minimise (latency)")
+    add(
+        "--better_than",
+        type=seconds,
+        help="only ask whether a schedule below this many seconds exists",
+    )
     add("--warm_start", default="vllm", help="a policy to start from, or none (vllm)")
     add(
-        "--max_batches", type=positive_int, default=0, help="of a schedule (all that can be needed)"
+        "--max_batches",
+        type=positive_int,
+        default=0,
+        help="most batches of a schedule (as many as can be needed)",
     )
     add("--time_limit", type=seconds, default=60.0, help="seconds (60)")
-    add("--workers", type=positive_int, default=2, help="of the solver (2)")
-    add("--seed", type=int, default=0, help="of the solver (0)")
+    add("--workers", type=positive_int, default=2, help="threads of the solver (2)")
+    add("--seed", type=int, default=0, help="seed of the solver (0)")
     add("--json", action="store_true", help="one JSON object as the last line")
     add("--picture", metavar="PATH", help="requests by batches, as in the paper's Figure 15")
     return parser

@@ -129,17 +129,29 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         "--hidden_read",
         choices=("auto", *HIDDEN_READS),
         default="auto",
-        help="of MODEL@DEVICE (auto)",
+        help="how MODEL@DEVICE reads hidden caches (auto)",
     )
     add("--workload", help="see above")
     add("--replay", type=_path, metavar="PATH", help="a recording, instead of --workload")
-    add("--num_requests", type=positive_int, help="of a sampler (1000), or the first of a trace")
-    add("--arrivals", choices=ARRIVALS, help="(the trace's; else poisson with --rate, else all)")
+    add(
+        "--num_requests",
+        type=positive_int,
+        help="requests drawn (1000), or the first of a trace",
+    )
+    add(
+        "--arrivals",
+        choices=ARRIVALS,
+        help="how requests arrive (as in the trace; else poisson with --rate, else all)",
+    )
     add("--rate", type=_rates, help="requests/s, several separated by commas")
-    add("--cv", type=float, help="of gamma arrivals: deviation of the gaps over their mean")
-    add("--on_s", type=float, help="of on_off arrivals: mean seconds on")
-    add("--off_s", type=float, help="of on_off arrivals: mean seconds off")
-    add("--duration", type=seconds, help="seconds; who comes later is left out, the run cut off")
+    add("--cv", type=float, help="gamma arrivals: deviation of the gaps over their mean")
+    add("--on_s", type=float, help="on_off arrivals: mean seconds on")
+    add("--off_s", type=float, help="on_off arrivals: mean seconds off")
+    add(
+        "--duration",
+        type=seconds,
+        help="seconds after which the run is cut off; later requests are left out",
+    )
     add(
         "--best_effort",
         type=parsed(parse_closed_loop),
@@ -151,23 +163,22 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         "--guessable",
         type=_chances,
         metavar="SHARE:RIGHT",
-        help="what drafts of +spec come to: share of the tokens that there is a guess of, and how "
-        "many of these are right (0.5:0.62 of conversation and humaneval, 0.55:0.8 of agent, of "
-        "others 0:0)",
+        help="drafts of +spec: share of the tokens with a guess, and share of right guesses "
+        "(0.5:0.62 for conversation and humaneval, 0.55:0.8 for agent, otherwise 0:0)",
     )
     add(
         "--adapters",
         type=_adapters,
         metavar="SHARE:COUNT",
-        help="share of the requests that have one of so many adapters (none)",
+        help="share of the requests with an adapter, and number of adapters (none)",
     )
     add("--rules", choices=tuple(simulator.RULES), default="jaxserve", help="whose accounting")
     add("--kv_tokens", type=positive_int, help="M, tokens of KV cache (the system's)")
-    add("--host_tokens", type=positive_int, default=0, help="of caches on the host (0)")
+    add("--host_tokens", type=positive_int, default=0, help="tokens of caches in host memory (0)")
     add("--block_size", type=positive_int, help="tokens of a block (16; infermax_paper: 1)")
     add("--max_batch_tokens", type=positive_int, help="C (the system's)")
     add("--max_prefill_tokens", type=positive_int, help="P (512 where prompts are chunked, else C)")
-    add("--max_rows", type=positive_int, help="requests of a batch (no limit)")
+    add("--max_rows", type=positive_int, help="most requests in a batch (no limit)")
     add(
         "--drop_too_long",
         action="store_true",
@@ -177,17 +188,17 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     add(
         "--refuse_late",
         type=number("at least 0", lambda share: share >= 0),
-        help="refuse who is expected to wait for more than this share of the TTFT, as the server "
-        "does (nobody)",
+        help="refuse requests expected to wait for more than this share of the TTFT, like the "
+        "server (none)",
     )
     add(
         "--prefix_caching",
         action=argparse.BooleanOptionalAction,
-        help="find what others have computed, as far as the workload says which tokens are the "
-        "same (conversation, agent, traces with hash_ids); by itself as a server does, with "
-        "infermax_paper not, and with --replay as it was served",
+        help="reuse cached prefixes, as far as the workload says which tokens are the same "
+        "(conversation, agent, traces with hash_ids); by default like a server, not with "
+        "infermax_paper, and with --replay as it was served",
     )
-    add("--retention", default=LRU, help="of --prefix_caching, what stays: lru, worth (lru)")
+    add("--retention", default=LRU, help="which cached prefixes are kept: lru, worth (lru)")
     routing_flags.add_flags(parser)
     workload_flags.add_flags(
         parser,
@@ -198,8 +209,8 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
 def add_how_often(parser: Parser) -> None:
     """Adds --seeds, --seed, --jobs and --json."""
     add = parser.add_argument
-    add("--seeds", type=positive_int, default=SEEDS, help=f"how many runs of each ({SEEDS})")
-    add("--seed", type=_seed, help="the first: of workloads and policies (0; the recording's)")
+    add("--seeds", type=positive_int, default=SEEDS, help=f"runs of each ({SEEDS})")
+    add("--seed", type=_seed, help="first seed of workloads and policies (0; the recording's)")
     add("--jobs", type=positive_int, default=os.cpu_count() or 1, help="processes (all cores)")
     add("--json", action="store_true", help="one JSON object as the last line")
 
@@ -208,7 +219,9 @@ def _add_what_is_asked(parser: Parser) -> None:
     add = parser.add_argument
     add("--find", choices=("capacity",), help="the highest rate that attains the SLO; see above")
     share = number("above 0 and at most 1", lambda share: 0 < share <= 1)
-    add("--attainment", type=share, help=f"share of the requests that have to ({ATTAINMENT})")
+    add(
+        "--attainment", type=share, help=f"share of the requests that must attain it ({ATTAINMENT})"
+    )
     add("--summary", type=_path, metavar="PATH", help="a row per run, and their means, .csv")
     add("--requests_table", type=_path, metavar="PATH", help="a row per request, .csv or .json")
     add("--batches_table", type=_path, metavar="PATH", help="a row per batch, .csv or .json")

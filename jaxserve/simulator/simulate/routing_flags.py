@@ -35,11 +35,19 @@ def add_flags(parser: Parser) -> None:
     --faults."""
     add = parser.add_argument
     add("--replicas", type=partial(positive_int, most=MOST_REPLICAS), default=1, help="(1)")
-    add("--routing", choices=tuple(ROUTERS), help="of replicas (round_robin)")
-    add("--routers", type=positive_int, help="each with every N-th replica and request (1)")
-    add("--snapshot_s", type=_interval, help="from one of a replica's to the next (0: as it is)")
-    add("--snapshot_age_s", type=_seconds, help="that one is under way, less than that (0)")
-    add("--snapshot_loss", type=_number(0.0, 1.0), help="share of them that is lost (0)")
+    add("--routing", choices=tuple(ROUTERS), help="how replicas are chosen (round_robin)")
+    add(
+        "--routers",
+        type=positive_int,
+        help="N routers, each with every N-th replica and request (1)",
+    )
+    add(
+        "--snapshot_s",
+        type=_interval,
+        help="interval of a replica's snapshots (0: always the present state)",
+    )
+    add("--snapshot_age_s", type=_seconds, help="delay of a snapshot, less than the interval (0)")
+    add("--snapshot_loss", type=_number(0.0, 1.0), help="share of the snapshots that is lost (0)")
     add("--faults", type=parsed(_faults), metavar="REPLICA[:at=60s]...", help="see above")
 
 

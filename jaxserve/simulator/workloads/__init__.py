@@ -1,1 +1,1 @@
-"""When requests arrive, how long they are, and what they ask for."""
+"""Workloads: arrivals, lengths and SLOs of requests."""

@@ -1,1 +1,1 @@
-"""AccelGen: how large a batch may be, who is how urgent, who of the others fills it."""
+"""AccelGen: the size of a batch, the urgency of requests, and which others fill the batch."""

@@ -1,1 +1,1 @@
-"""Apt-Serve: values, the greedy over both kinds of cache, who starts and who goes on."""
+"""Apt-Serve: values, the greedy over both kinds of cache, starts, and running requests."""

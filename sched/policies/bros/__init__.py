@@ -1,1 +1,1 @@
-"""BROS: who is how urgent, what a batch holds, whose blocks it takes, what is left for the rest."""
+"""BROS: the urgency of requests, packing of batches, sharing of blocks, best-effort requests."""

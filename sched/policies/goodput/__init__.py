@@ -1,1 +1,1 @@
-"""Goodput: who is in time, who is paused, who fills the batch, and who may not be forgotten."""
+"""Goodput: which requests can be in time, which are paused, and which fill the batch."""

@@ -1,1 +1,1 @@
-"""Policies that spend the slack of token deadlines on prompts, and what they share."""
+"""Policies that spend the slack of token deadlines on prompts, and their common parts."""
