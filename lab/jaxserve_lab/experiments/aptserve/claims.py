@@ -299,8 +299,8 @@ class AptServe(ClaimsPage):
     def dear(self) -> dict[str, float]:
         """What a projected hidden cache costs.
 
-        `times`: a hidden token over K and V. `prompt`: mean of LongBench, tokens. `longer`: what
-        such a prompt adds to every step, ms. `weights`: reading all weights, ms.
+        `times`: a hidden token over K and V. `longer`: what a mean prompt of LongBench adds to
+        every step, ms. `weights`: reading all weights, ms.
         """
         (case,) = self.cases(PROJECTED, ONE, "longbench", 1.0)
         model, prompt = place_of(case).cost_model, float(workload_of(case).prompt_len.mean())

@@ -216,8 +216,16 @@ class ClaimsPage(Page[Any, Numbers]):
 
     def value(self, number: str, policy: str, point: Point) -> Any:
         """The policy's number at the point: the mean over seeds; nan while there is none."""
-        values = [float(self.results[case][number]) for case in self.cases_at(policy, point)]
+        values = [self.number(number, case) for case in self.cases_at(policy, point)]
         return float(mean(values or [float("nan")]))
+
+    def number(self, number: str, case: Any) -> Any:
+        """A number of a run. ValueError if those of an earlier run lack it."""
+        found = self.results[case]
+        try:
+            return found[number]
+        except KeyError as error:
+            raise ValueError(f"not the numbers of an earlier run: no {error} of {case}") from error
 
     def values(self, number: str, where: str, *policies: str) -> list[Any]:
         """The policies' numbers at all of the page's places of that name."""
@@ -229,7 +237,7 @@ class ClaimsPage(Page[Any, Numbers]):
         intervals. shown: number, format and factor."""
         cells = []
         for number, form, factor in shown:
-            values = [float(self.results[case][number]) for case in cases]
+            values = [self.number(number, case) for case in cases]
             half = half_width(values)
             cell = format(factor * mean(values), form)
             cells.append(cell if half is None else f"{cell} ±{format(factor * half, form)}")
@@ -285,7 +293,7 @@ class ClaimsPage(Page[Any, Numbers]):
     def by_itself(self, number: str, *cases: Any) -> str:
         """A point of the page: what a number of one or two runs comes to, and the command for
         it."""
-        found = [self.results[case][number] for case in cases]
+        found = [self.number(number, case) for case in cases]
         said = " and ".join(
             f"{single.shown(value)} of `{single.label(case)}`"
             for case, value in zip(cases, found, strict=True)

@@ -37,9 +37,6 @@ FREE = "sarathi+ef"  # the same batches, and nothing computed twice
 # As the authors' simulator has them: chunks may be as long as the batch, and a request that finds
 # no memory does not block those behind it.
 AUTHORS = (("full_prefill", True), ("probing", True))
-LATENCY = Shown("latency", "latency, s", log_y=True)
-TTFT, TPOT = Shown("ttft", "TTFT, s", log_y=True), Shown("tpot", "TPOT, s", log_y=True)
-TPS, PREEMPTIONS = Shown("tps", "tokens/s"), Shown("preemptions", "preemptions")
 
 AZURE_ON, AZURE_M = "llama-3-70b@4xa100", 100_000
 BOUND = "vllm, M unlimited"
@@ -148,8 +145,10 @@ class InferMax(ClaimsPage):
     plain, free, low, ranked = PLAIN, tuple(policy + EF for policy in PLAIN), LOW, RANKED
     both = tuple(policy + way for policy in PLAIN for way in ("", EF))
     infermax, bound = tuple(INFERMAX), BOUND
-    latency, ttft, tpot, preemptions = LATENCY, TTFT, TPOT, PREEMPTIONS
-    tps, tps_log = TPS, TPS._replace(log_y=True)
+    latency = Shown("latency", "latency, s", log_y=True)
+    ttft, tpot = Shown("ttft", "TTFT, s", log_y=True), Shown("tpot", "TPOT, s", log_y=True)
+    tps, tps_log = Shown("tps", "tokens/s"), Shown("tps", "tokens/s", log_y=True)
+    preemptions = Shown("preemptions", "preemptions")
 
     def cases(self, policy: str, **at: Any) -> list[InferMaxCase]:
         """A policy's case: of a `mix`, of the Azure `hour` with so much memory, or of requests with
