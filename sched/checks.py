@@ -43,7 +43,7 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(not after.lost[rows].any(), "a row is planned and preempted")
     state = after.state[rows]
     waiting, running = state == WAITING, state == RUNNING
-    _demand((waiting | running).all(), "a row that has nothing to compute is planned")
+    _demand((waiting | running).all(), "a row with nothing to compute is planned")
     computed = after.computed[rows]
     pending = table.prompt_len[rows] + table.generated[rows] - computed
     known = tokens if plan.drafts is None else tokens - plan.drafts
@@ -68,9 +68,9 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
     own = after.owned(rows, computed, computed + tokens)
     _demand(own, "a row would write into blocks that it shares; copy them")
-    _demand(after.whole(rows), "a row is planned of whose cache some is on the host")
+    _demand(after.whole(rows), "a row whose cache is partly on the host is planned")
     apart = after.apart(rows, computed + tokens)
-    _demand(apart, "a row would write over what the other owner of a block has nowhere else")
+    _demand(apart, "a row would overwrite tokens that the other owner of a block has nowhere else")
     for rows in (plan.missed, plan.relegated):
         _check_given_up(rows, view)
 
@@ -96,7 +96,7 @@ def _check_given_up(rows: np.ndarray, view: View) -> None:
     table = view.table
     _demand(_different(rows, table.capacity), "a row is given up twice")
     there = np.isin(table.state[rows], (WAITING, RUNNING))
-    _demand(there.all(), "a row is given up that has nothing to compute")
+    _demand(there.all(), "a row with nothing to compute is given up")
     _demand(table.has_targets(rows).all(), "a row without targets is given up")
 
 
@@ -148,9 +148,9 @@ class _After:
         for at in np.flatnonzero(np.isin(self.plan.rows, rows)).tolist():
             kind, side = _start_of(self.plan, at)
             same = kind == self.kind[self.plan.rows[at]]
-            _demand(same, "what is found is planned as a cache of the other kind")
+            _demand(same, "a found prefix is planned as a cache of the other kind")
             same = side == self.direction[self.plan.rows[at]]
-            _demand(same, "what is found is planned to be filled from the other side")
+            _demand(same, "a found prefix is planned to be filled from the other side")
 
     def preempt(self, op: Preempt) -> None:
         rows, keep = op.rows, op.keep
@@ -160,7 +160,7 @@ class _After:
         _demand(not self.changed[rows].any(), "a row is preempted after another operation on it")
         _demand(
             ((keep >= 0) & (keep < np.maximum(self.computed[rows], 1))).all(),
-            "a preempted row is to keep no fewer tokens than it has, or fewer than none",
+            "a preempted row must keep at least 0 tokens and fewer than it has",
         )
         whole = keep == 0
         stay = np.minimum(blocks_a_plane(keep, self.pool.block_size), self.held[rows])
@@ -194,7 +194,10 @@ class _After:
         for row, index in zip(op.rows.tolist(), op.index.tolist(), strict=True):
             _demand(self.state[row] == RUNNING, "a block of a row without cache is copied")
             inside = 0 <= index < self.known[row]
-            _demand(inside and (row, index) not in self.copied, "a block is not there to be copied")
+            _demand(
+                inside and (row, index) not in self.copied,
+                "a copied block is not there, or is copied twice",
+            )
             self._take(int(self.pool.blocks_for(1, self.kind[row])))
             before.append((row, self.pool.blocks_of(row)[:, index]))
             self.copied.add((row, index))
@@ -209,15 +212,15 @@ class _After:
         for row, first, end in _triples(op.rows, op.first, op.end):
             _demand(self.state[row] == RUNNING, "a row without cache is checkpointed")
             inside = 0 <= first < end <= self.computed[row]
-            _demand(inside, "tokens are checkpointed that are not cached")
+            _demand(inside, "tokens that are not cached are checkpointed")
             mine = self._on_host(row)
             there = any(s.first < end and first < s.end for s in mine.values())
-            _demand(not there, "tokens are checkpointed that are on the host already")
+            _demand(not there, "tokens that are on the host already are checkpointed")
             last = (end - 1) // size
             until = min(last * size + int(self.cap[row, last]), int(self.computed[row]))
-            _demand(end == until, "tokens are checkpointed that are not the last in their block")
+            _demand(end == until, "a checkpoint ends before the last cached token of its block")
             own = self.owned(np.array([row]), np.array([first]), np.array([end]))
-            _demand(own, "tokens are checkpointed that others read; copy their blocks")
+            _demand(own, "tokens that others read are checkpointed; copy their blocks")
             kind, side = CacheKind(self.kind[row]), Direction(self.direction[row])
             mine[first] = Segment(0, first, end, kind, side)
             index = np.arange(first // size, last + 1)
@@ -232,7 +235,7 @@ class _After:
             _demand(segment is not None, "nothing is on the host to be restored")
             assert segment is not None
             alive = self.state[row] in (WAITING, RUNNING) and not self.lost[row]
-            _demand(alive, "a row is restored that is over or has just been preempted")
+            _demand(alive, "a row that has ended or has just been preempted is restored")
             if self.state[row] == WAITING:
                 self._open(row, segment.kind, segment.direction)
             _demand(self.kind[row] == segment.kind, "a checkpoint of the other kind is restored")
@@ -243,24 +246,24 @@ class _After:
                 self._fill(row, segment)
             else:
                 on = first == self.computed[row]
-                _demand(on, "a checkpoint is restored that does not go on where the cache ends")
+                _demand(on, "a restored checkpoint does not begin where the cache ends")
                 # `cap` counts a block's tokens from its beginning, so an earlier hole must be
                 # filled first.
                 filled = not first % size or self.cap[row, first // size] == size
-                _demand(filled, "what is missing in a block is not restored in order")
+                _demand(filled, "missing tokens of a block are not restored in order")
                 self._extend(row, segment)
             self.changed[row] = True
             self.host_free += segment.slots
         # A row that leaves its slots later in this plan would take restored tokens along.
         clear = self.apart(op.rows[:0], op.rows[:0])
-        _demand(clear, "a checkpoint is restored over what the other owner of a block still has")
+        _demand(clear, "a checkpoint is restored over tokens of the other owner of a block")
 
     def _fill(self, row: int, segment: Segment) -> None:
         """Fills a hole in the row's cache."""
         size = self.pool.block_size
         index = np.arange(segment.first // size, blocks_a_plane(segment.end, size))
         on = self.cap[row, index[0]] == segment.first - index[0] * size
-        _demand(on, "what is missing in a block is not restored in order")
+        _demand(on, "missing tokens of a block are not restored in order")
         left = segment.end - int(index[-1]) * size
         self.cap[row, index] = size
         if segment.end < self.computed[row] and left < size:

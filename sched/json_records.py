@@ -52,7 +52,7 @@ def read_record(kind: type[_Record], value: Any, name: str = "") -> _Record:
         if not (field.name in found or optional):
             raise ValueError(f"{where}{field.name} is missing")
     for key in sorted(found.keys() - hints.keys()):
-        raise ValueError(f"{where + key!r:.60} is no field")
+        raise ValueError(f"{where + key!r:.60} is not a field")
     return kind(**{key: _of_type(hints[key], found[key], where + key) for key in found})
 
 

@@ -269,7 +269,7 @@ class RecordedFile:
         bad = 0
         for number, text in enumerate(self._lines(), 1):
             if bad:
-                raise RecordingError(f"{self.path}, line {bad}: no part of a recording")
+                raise RecordingError(f"{self.path}, line {bad}: not part of a recording")
             if number == 1:
                 continue
             try:
@@ -320,7 +320,7 @@ def _event(text: str) -> Event:
     name, *values = json.loads(text)
     event = KINDS[name](*values)
     if not all(fits(value) for fits, value in zip(_CHECKS[type(event)], event, strict=True)):
-        raise ValueError("a value is none of its field")
+        raise ValueError("a value does not fit its field")
     if isinstance(event, Step):
         missing = len(FEATURES) - len(event.features)
         if not 0 <= missing <= _LATER_FEATURES:

@@ -230,7 +230,7 @@ class EngineInfo:
         dtype: of the weights.
         vocab_size: tokens of the vocabulary.
         max_model_len: most tokens of a request, prompt and output.
-        policy: the scheduling policy and its parameters.
+        policy: the scheduling policy and its parameters, `NAME:key=value`, as for `--policy`.
         num_blocks: blocks of the pool.
         block_size: tokens of a block.
         pool_tokens: tokens of K and V that fit in the pool.

@@ -30,7 +30,7 @@ _DECODES_FIRST = (Group(Phase.DECODE, preempts=True), Group(Phase.PREFILL | Phas
 
 @register(
     "edf",
-    summary="sarathi by earliest deadline, arrival + TTFT + j TBT; who is late lets others pass",
+    summary="sarathi by earliest deadline, arrival + TTFT + j TBT; late requests let others pass",
     source="earliest deadline first on InferMax 3.1",
 )
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class FastServe(UnifiedPolicy):
                 raise ValueError(f"{name} must be more than {least:g}, got {getattr(self, name)}")
         steps = self.queues - 1
         if math.log(self.quantum) + steps * math.log(self.ratio) > math.log(sys.float_info.max):
-            raise ValueError(f"quantum x ratio^{steps}, of the last queue, is no number")
+            raise ValueError(f"quantum x ratio^{steps}, of the last queue, is not a finite number")
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Fills one batch. Preempted requests are swapped out, and returning ones swapped in."""

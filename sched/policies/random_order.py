@@ -12,7 +12,7 @@ from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
 @register(
     "random",
-    summary="one order for all phases: each request draws a lot when it comes",
+    summary="one random order for all phases, drawn as requests arrive",
     source="baseline",
 )
 def random_order() -> UnifiedPolicy:

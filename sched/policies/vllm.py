@@ -21,7 +21,7 @@ def vllm() -> UnifiedPolicy:
 
 @register(
     "vllm_hy",
-    summary="vllm, but decodes fill what the prefills, which come first, leave of a batch",
+    summary="vllm, but decodes fill what prefills, which still come first, leave of a batch",
     source="InferMax Table 1",
 )
 def vllm_hy() -> UnifiedPolicy:

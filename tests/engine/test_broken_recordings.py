@@ -74,7 +74,7 @@ def test_nor_is_a_step_with_such_a_value(place: int, value: Any, tmp_path: Path)
 
 def check_refused(path: Path, head: str, line: str) -> None:
     path.write_text(f'{head}{line}\n["lost",1]\n')
-    with pytest.raises(RecordingError, match=r"served\.jsonl, line 2: no part of a recording"):
+    with pytest.raises(RecordingError, match=r"served\.jsonl, line 2: not part of a recording"):
         replay.read(path)
 
 
@@ -98,5 +98,5 @@ def test_a_torn_last_line_is_dropped_and_said(tmp_path: Path) -> None:
         "1 requests had not ended: they write what they had by then",
     )
     path.write_text(whole.replace('["step"', '["stop"', 1))
-    with pytest.raises(RecordingError, match=r"served\.jsonl, line 4: no part of a recording"):
+    with pytest.raises(RecordingError, match=r"served\.jsonl, line 4: not part of a recording"):
         replay.read(path)

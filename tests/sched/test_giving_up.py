@@ -61,7 +61,7 @@ def given_up(made: Drive, policy: GivingUp, **rows: list[int]) -> list[int]:
     ("rows", "problem"),
     [
         ([0, 0], "given up twice"),
-        ([63], "given up that has nothing to compute"),
+        ([63], "nothing to compute is given up"),
         ([3], "without targets is given up"),
     ],
 )

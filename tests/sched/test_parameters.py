@@ -200,7 +200,7 @@ def test_the_parts_of_a_name() -> None:
         ("rank_o:hypothetical=false", {}, "hypothetical cannot be set"),
         (f"infermax:enough={2**63}", {}, "policy 'infermax': enough must be a whole number below"),
         (f"sarathi:max_rows={2**64}", {}, "policy 'sarathi': max_rows must be a whole number"),
-        ("fastserve:queues=1000:ratio=9", {}, "of the last queue, is no number"),
+        ("fastserve:queues=1000:ratio=9", {}, "of the last queue, is not a finite number"),
     ],
 )
 def test_wrong_names_are_refused(name: str, more: dict[str, Any], problem: str) -> None:
@@ -219,8 +219,8 @@ OUT_OF_RANGE = [
     ("aptserve:slo_decay=1.5", "slo_decay must be between 0 and 1, got 1.5"),
     ("aptserve:headroom=-0.1", "headroom must be between 0 and 1, got -0.1"),
     ("aptserve:watermark=2", "watermark must be between 0 and 1, got 2.0"),
-    ("aptserve_kv:penalty=step", "penalty is for those that choose kinds"),
-    ("aptserve_fcfs:penalty=remaining", "penalty is for those that choose kinds"),
+    ("aptserve_kv:penalty=step", "penalty is for variants that choose kinds"),
+    ("aptserve_fcfs:penalty=remaining", "penalty is for variants that choose kinds"),
     ("aptserve_s:penalty=redecide", "penalty=redecide needs whole prompts"),
     ("bros:ttft=0", "ttft must be more than 0, got 0.0"),
     ("bros:tbt=-1", "tbt must be more than 0, got -1.0"),

@@ -259,7 +259,7 @@ def accelgen_nochunk() -> AccelGen:
 
 @register(
     "accelgen_noorder",
-    summary="accelgen in order of arrival; nobody is urgent",
+    summary="accelgen in order of arrival, without urgent requests",
     source="AccelGen 6.3",
     ablation=True,
 )

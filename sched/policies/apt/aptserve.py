@@ -75,7 +75,7 @@ class AptServe(Policy):
 
     def __post_init__(self) -> None:
         if self.penalty is not Penalty.AUTO and not (self.hybrid_cache and self.adaptive):
-            raise ValueError("penalty is for those that choose kinds of cache by value")
+            raise ValueError("penalty is for variants that choose kinds of cache by value")
         if self.penalty is Penalty.REDECIDE:
             if self.chunked:
                 raise ValueError("penalty=redecide needs whole prompts, chunked=false")

@@ -55,7 +55,7 @@ class _Pace:
 
 @register(
     "goodput",
-    summary="most requests within all targets; who loses least is paused; nobody waits for ever",
+    summary="most requests within all targets; pauses those that lose least; none waits forever",
     source="docs/goodput.md",
 )
 @dataclass(frozen=True)

@@ -133,14 +133,14 @@ def test_what_another_owner_needs_comes_back_when_that_is_gone(kind: CacheKind) 
     (save,) = step.moves
     taken = made.pool.slots_of(1, 0, 1)  # what it writes to is what was saved
     assert isinstance(save, Save) and save.slots.tolist() == taken.tolist()
-    with pytest.raises(InvalidPlan, match="some is on the host"):
+    with pytest.raises(InvalidPlan, match="partly on the host"):
         run(made, {0: 1})
     with refused:
         run(made, {1: 2})
     run(made, {1: 2}, Checkpoint(rows, array(5), array(7)))
     assert made.pool.filled(ends[0], RIGHT, made.table.computed).tolist() == [1] * ends.size
     assert made.pool.filled(ends[0], LEFT, made.table.computed).tolist() == [3] * ends.size
-    with pytest.raises(InvalidPlan, match="restored over what the other owner"):
+    with pytest.raises(InvalidPlan, match="restored over tokens of the other owner"):
         run(made, {0: 1}, Restore(array(0, 0), array(5, 7)))
     made.finish(1)
     with pytest.raises(InvalidPlan, match="not restored in order"):
@@ -201,7 +201,7 @@ def test_what_goes_on_inside_a_block_comes_back_elsewhere_if_another_fills_it(
     run(made, {1: 1}, Join(1, ends), kinds={1: kind})
     run(made, {}, Checkpoint(array(0), array(5), array(6)), Preempt(array(0), array(5)))
     run(made, {1: 2})  # where token 5 was
-    with pytest.raises(InvalidPlan, match="restored over what the other owner"):
+    with pytest.raises(InvalidPlan, match="restored over tokens of the other owner"):
         run(made, {}, Restore(array(0), array(5)))
     back = plan_restore(made.view, 0, left_filled(made.view))
     assert (back.copy.tolist(), back.first.tolist(), back.computed) == ([1], [5], 6)
@@ -219,7 +219,7 @@ def test_preempting_forgets_what_does_not_go_on_there() -> None:
         run(made, {}, Preempt(array(0), array(7)))
     run(made, {}, Preempt(array(0), array(6)))
     assert [s.first for s in made.host.segments(0)] == [3, 6, 8]
-    with pytest.raises(InvalidPlan, match="does not go on where"):
+    with pytest.raises(InvalidPlan, match="does not begin where"):
         run(made, {}, Restore(array(0), array(8)))
     run(made, {}, Restore(array(0), array(6)))
     assert made.table.computed[0] == 8 and made.host.tokens[0] == 3
@@ -256,13 +256,13 @@ ENDS = Checkpoint(array(1, 1), array(3, 7), array(4, 8))  # the last slot of it,
     ("tokens", "operations", "problem"),
     [
         ({}, [Preempt.whole(array(2))], "without cache is preempted"),
-        ({}, [Preempt(array(0), array(10))], "keep no fewer tokens than it has"),
-        ({}, [Preempt(array(0), array(-1))], "or fewer than none"),
+        ({}, [Preempt(array(0), array(10))], "at least 0 tokens and fewer than it has"),
+        ({}, [Preempt(array(0), array(-1))], "at least 0 tokens"),
         ({}, [Preempt.whole(array(0)), Preempt.whole(array(0))], "without cache is preempted"),
         ({0: 1}, [Preempt.whole(array(0))], "planned and preempted"),
         ({}, [Copy(array(2), array(0))], "row without cache is copied"),
-        ({}, [Copy(array(0), array(3))], "not there to be copied"),
-        ({}, [Copy(array(0, 0), array(1, 1))], "not there to be copied"),
+        ({}, [Copy(array(0), array(3))], "copied block is not there"),
+        ({}, [Copy(array(0, 0), array(1, 1))], "copied block is not there"),
         ({}, [Copy(array(0, 0), array(0, 1))], "more blocks than are free"),
         ({}, [Copy(array(0), array(0)), Preempt.whole(array(0))], "after another operation"),
         ({}, [Checkpoint(array(2), array(0), array(1))], "row without cache is checkpointed"),
@@ -270,8 +270,8 @@ ENDS = Checkpoint(array(1, 1), array(3, 7), array(4, 8))  # the last slot of it,
         ({}, [Checkpoint(array(0), array(3), array(3))], "not cached"),
         ({}, [Checkpoint(array(0), array(7), array(9))], "on the host already"),
         ({}, [Checkpoint(array(1, 1), array(2, 1), array(4, 3))], "on the host already"),
-        ({}, [Checkpoint(array(1), array(0), array(3))], "not the last in their block"),
-        ({0: 1}, [], "some is on the host"),
+        ({}, [Checkpoint(array(1), array(0), array(3))], "ends before the last cached token"),
+        ({0: 1}, [], "partly on the host"),
         ({}, [Checkpoint(array(0, 1), array(8, 0), array(10, 10))], None),
         ({}, [Checkpoint(array(0, 0, 1), array(0, 8, 0), array(4, 10, 10))], "host memory holds"),
         ({}, [Restore(array(0), array(4))], None),
@@ -377,7 +377,7 @@ def test_who_is_in_the_way_of_a_checkpoint_leaves_before_it_comes_back(leave: Op
     run(made, {0: 8}, directions={0: RIGHT})
     save, back = Checkpoint(array(0), array(7), array(8)), Restore(array(0), array(7))
     run(made, {1: 1}, Join(1, last_pair(made, 0)), save)
-    refused(made, {}, back, leave, match="restored over what the other owner of a block still has")
+    refused(made, {}, back, leave, match="restored over tokens of the other owner of a block")
     run(made, {0: 1}, leave, back)
 
 

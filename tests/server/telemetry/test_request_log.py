@@ -283,7 +283,7 @@ def test_the_page_lists_the_fields() -> None:
     rows = [line.split("|")[1] for line in logs.splitlines() if line.startswith("| `")]
     listed = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
     slo = SLO(ttft=1e-9, tbt=1.0, jct=1.0)
-    request = Request("r", (1,), SamplingParams(n=2), slo)
+    request = Request("r", (1,), SamplingParams(n=2), slo, adapter="a")
     verdict = Verdict(slo, "c", Tier.REALTIME, ttft=False, tbt=True, jct=True, max_tbt=True)
     timings = Timings(0.1, 0.2, 0.3, 0.1, 0.1, 0.1)
     stop = FinishReason.STOP

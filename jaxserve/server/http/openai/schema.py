@@ -189,7 +189,7 @@ Metadata = Annotated[dict[_Name, _Value], _few(MAX_METADATA)]
 
 
 class Unused(Body):
-    """Fields that clients send and that change no answer here: names of callers, notes, and options
+    """Fields of every call that change no answer here: names of callers, metadata, and options
     that are accepted only with the value that describes what this server does anyway."""
 
     user: Text | None = None
