@@ -49,8 +49,9 @@ def test_a_page_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "there is no 'nobody'; known: llama, qwen" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_measurement_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small model, briefly."""
+    """Briefly."""
     for name, value in (("PROMPT", 20), ("OUTPUT", 4), ("STREAMS", 2), ("TIMES", 1)):
         monkeypatch.setattr(speed, name, value)
     found = speed.measure("opt-125m", "int8")

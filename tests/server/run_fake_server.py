@@ -1,4 +1,4 @@
-"""A server process over the fake engine.
+"""A server process over the fake engine, which fails at SIGUSR1.
 
 argv: the grace period in seconds, and fields of the config, SECTION.NAME=VALUE. Prints its address
 once it takes calls, and that for HTTP where there is one.
@@ -6,6 +6,7 @@ once it takes calls, and that for HTTP where there is one.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Any
 
@@ -34,6 +35,7 @@ def main() -> int:
         fields[path.replace(".", "__")] = type(DEFAULTS[path])(value)
     config = Config().with_fields(**fields)
 
+    signal.signal(signal.SIGUSR1, lambda *_: engine.fail(RuntimeError("told to")))
     log_to_stderr(config.telemetry.log_format)
     http, access = http_settings(config), access_settings(config.server)
 

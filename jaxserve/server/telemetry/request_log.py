@@ -61,7 +61,8 @@ class RequestLog:
 
 
 def log_fields(record: CallRecord) -> Fields:
-    """The fields of a call, in its log line and its span. With several continuations, the times are those of the longest."""
+    """The fields of a call, in its log line and its span. With several continuations, the times are
+    those of the longest."""
     fields = Fields(
         message="call ended",
         door=record.source,

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from jaxserve.server.access.options import access_settings
 from jaxserve.server.startup.process import URL_FILE
 from tests.deploy.operating.test_kubernetes import PODS, SERVER, container, served
 from tests.server.access.certificates import Authority, needs_openssl
-from tests.server.grpc.test_grpc_shutdown import PATIENCE, fake_server
+from tests.server.processes import PATIENCE
 
 ROOT = Path(__file__).parents[3]
 TEXT = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text())
@@ -75,13 +76,15 @@ def test_its_health_check_finds_the_server(
     told = {URL_FILE: str(tmp_path / "url")}
     monkeypatch.setenv(*next(iter(told.items())))
     assert not healthy(told), "there is no server yet"
-    with fake_server(0, *fields) as server:
+    command = [sys.executable, "-m", "tests.server.run_fake_server", "0", *fields]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline()
         assert healthy(told)
-        server.tell("fail")
+        server.send_signal(signal.SIGUSR1)
         given_up = time.monotonic() + PATIENCE
         while healthy(told):  # until its engine has failed
             assert time.monotonic() < given_up
-        server.process.send_signal(signal.SIGTERM)
+        server.terminate()
     assert not healthy(told)
 
 
