@@ -232,7 +232,9 @@ class Policy(abc.ABC):
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """A number for each request: among waiting ones, the smallest is served first, as far as
-        this is predictable. Used for predictions, from any thread: it must not change anything.
+        this is predictable. It predicts waits, and decides in which order one tenant's requests
+        are offered to the policy (`fair_queue.py`). Called from any thread: it must not change
+        anything.
 
         Args:
             requests: One or several, with the attributes of `policy_spec.Columns`.
