@@ -280,12 +280,12 @@ class EngineMetrics(Collector, Observer):
         yield self._counter("generation_tokens", "Tokens generated.", sum(tokens.values()))
         text = "Tokens generated for best-effort requests."
         yield self._counter("best_effort_tokens", text, tokens[Tier.BEST_EFFORT])
-        name, text = "request_success", "Finished continuations, by why they ended."
+        text = "Finished continuations, cancelled and failed ones too, by why they ended."
         ended = {(label,): self._finished.get(reason, 0) for reason, label in _REASONS.items()}
-        yield self._family(CounterMetricFamily, name, text, ended, "finished_reason")
+        yield self._family(CounterMetricFamily, "request_success", text, ended, "finished_reason")
         yield from self._slo()
         yield from self._drafts()
-        text = "Calls that have ended, by method and how."
+        text = "API calls that have ended, by method and how."
         calls = self._tracker.counts
         yield self._family(CounterMetricFamily, "calls", text, calls, "method", "ending")
         text = "Lines of batches that the engine has served, by how they ended."
