@@ -1,4 +1,5 @@
-"""The Mosaic GPU backend: decodes on Hopper's own units, all else by the Triton kernels."""
+"""The Mosaic GPU backend: decodes and prompts on Hopper's own units, all else by the Triton
+kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import Backend, KernelShape
 from jaxserve.pallas_kernels.batch import KV, AttentionBatch
-from jaxserve.pallas_kernels.gpu_mosaic.common import QUERIES, TILE, missing
+from jaxserve.pallas_kernels.gpu_mosaic.common import QUERIES as GROUP
+from jaxserve.pallas_kernels.gpu_mosaic.common import TILE, missing
 from jaxserve.pallas_kernels.gpu_mosaic.common import plan as plan_decode
 from jaxserve.pallas_kernels.gpu_mosaic.decode import paged_decode
-from jaxserve.pallas_kernels.gpu_triton import backend
+from jaxserve.pallas_kernels.gpu_mosaic.prefill import QUERIES, paged_prefill
+from jaxserve.pallas_kernels.gpu_mosaic.prefill import plan as plan_prefill
+from jaxserve.pallas_kernels.gpu_triton import backend, prefill
+from jaxserve.pallas_kernels.gpu_triton import decode as triton_decode
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
 
 DTYPES = ("bfloat16", "float16")  # of the matrix unit's operands
@@ -23,13 +29,45 @@ _NO_SINKS = "its kernels know no attention sinks"
 SMALL_BLOCKS = (8, 16, 32)  # larger blocks consist of whole tiles
 
 
+def _takes(kind: prefill.Kind, batch: AttentionBatch, window: int | None) -> bool:
+    """Whether chunks of a kind are for the kernel here: those of a few tokens, and steps of few,
+    would fill little of its tiles, and a window cuts off the start of the context, too."""
+    return kind.most > QUERIES and batch.max_tokens >= QUERIES and window is None
+
+
 def plan(
-    kind: int, batch: AttentionBatch, shape: tuple[int, ...], *more: Any, **options: Any
+    kind: int,
+    batch: AttentionBatch,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    decode_only: bool,
 ) -> Any:
     """See `backends.Backend.plan`."""
-    if kind == KV and options["decode_only"]:
-        return plan_decode(batch, Geometry.of(shape), sliding_window=options["sliding_window"])
-    return backend.plan(kind, batch, shape, *more, **options)
+    geometry = Geometry.of(shape)
+    if kind == KV and decode_only:
+        return plan_decode(batch, geometry, sliding_window=sliding_window)
+    found = backend.plan(
+        kind,
+        batch,
+        shape,
+        dtype,
+        num_heads,
+        sliding_window=sliding_window,
+        decode_only=decode_only,
+    )
+    if not isinstance(found, backend.PagedPlan):
+        return found
+    kinds = zip(prefill.kinds(batch), found.chunks, strict=True)
+    chunks = tuple(
+        plan_prefill(batch, geometry, num_heads, kind)
+        if _takes(kind, batch, sliding_window)
+        else theirs
+        for kind, theirs in kinds
+    )
+    return found._replace(chunks=chunks)
 
 
 def attend(
@@ -46,9 +84,19 @@ def attend(
     """See `backends.Backend.attend`."""
     if sinks is not None:
         raise ValueError(f"sinks: {_NO_SINKS}")
+    given = q, pool, layer, batch
     if decode_only:
-        return paged_decode(q, pool, layer, batch, plan, **options)
-    return backend.attend(q, pool, layer, batch, plan, decode_only=False, **options)
+        return paged_decode(*given, plan, **options)
+    kinds = list(zip(prefill.kinds(batch), plan.chunks, strict=True))
+    window, out = options["scoring"].sliding_window, None
+    for kind, work in kinds:
+        if _takes(kind, batch, window):
+            out = paged_prefill(*given, work, **options)
+    out = triton_decode.paged_decode(*given, plan.decode, decode_only=False, out=out, **options)
+    for kind, work in kinds:
+        if not _takes(kind, batch, window):
+            out = prefill.paged_prefill(out, *given, work, kind, **options)
+    return out
 
 
 def supports(kind: int, shape: KernelShape) -> str | None:
@@ -70,8 +118,8 @@ def supports(kind: int, shape: KernelShape) -> str | None:
         return (
             f"block_size: must be one of {SMALL_BLOCKS} or a multiple of {TILE}, got {block_size}"
         )
-    if group > QUERIES:
-        return f"num_heads: must be at most {QUERIES} a kv head, got {group}"
+    if group > GROUP:
+        return f"num_heads: must be at most {GROUP} a kv head, got {group}"
     return missing()
 
 

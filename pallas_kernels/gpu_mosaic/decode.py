@@ -25,8 +25,12 @@ from jaxserve.pallas_kernels.gpu_mosaic.common import (
     WARPGROUP,
     Options,
     Piece,
+    across,
     each_piece,
+    finished,
+    multiply,
     plgpu,
+    start,
 )
 from jaxserve.pallas_kernels.gpu_mosaic.ring import Scratch, fill, scratch, stage_of
 from jaxserve.pallas_kernels.gpu_triton.common import (
@@ -42,24 +46,6 @@ from jaxserve.pallas_kernels.online_softmax import Softmax
 
 WARPGROUPS = 2
 MULTIPLIES, COPIES = 0, 1  # the roles of the warpgroups
-
-
-def _multiply(a: Ref, b: Ref) -> jax.Array:
-    """a @ b of shared memory -> float32, in the register layout of wgmma."""
-
-    def run(acc: Ref) -> jax.Array:
-        plgpu.wgmma(acc, a, b)
-        product: jax.Array = acc[...]
-        return product
-
-    shape = (a.shape[0], b.shape[1])
-    product: jax.Array = pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-    return product
-
-
-def _across(values: jax.Array, width: int) -> jax.Array:
-    """[M] -> [M, width]."""
-    return lax.broadcast_in_dim(values, (values.shape[0], width), (0,))
 
 
 def _inside(piece: Piece, tile: Any, flip: Any, shape: tuple[int, int], axis: int) -> jax.Array:
@@ -89,30 +75,19 @@ def _one_tile(
         v[...] = jnp.where(inside, v[...], jnp.zeros((), v.dtype))
 
     # Scores, [QUERIES, TILE] in registers: q and K are read from shared memory.
-    products = _multiply(memory.q, k.transpose((1, 0)))
+    products = multiply(memory.q, k.transpose((1, 0)))
     scores = online_softmax.prepare(products, options.scoring)
     scores = jnp.where(_inside(piece, tile, flip, (QUERIES, TILE), 1), scores, -jnp.inf)
     # The running softmax, in powers of 2.
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
-    weights = jnp.exp2(scores - _across(peak, TILE))
+    weights = jnp.exp2(scores - across(peak, TILE))
     total = state.total * fade + weights.sum(axis=1)
     # Weights go to shared memory, since the second product reads both factors from there.
     memory.weights[...] = weights.astype(memory.weights.dtype)
     plgpu.commit_smem()
-    acc = state.acc * _across(fade, width) + _multiply(memory.weights, v)
+    acc = state.acc * across(fade, width) + multiply(memory.weights, v)
     return Softmax(peak, total, acc)
-
-
-def _start(width: int) -> Softmax:
-    """`online_softmax.start` in the register layout of wgmma."""
-    products = plgpu.Layout.WGMMA
-    peak, total, acc = online_softmax.start(QUERIES, width)
-    return Softmax(
-        plgpu.layout_cast(peak, products.reduce(1)),
-        plgpu.layout_cast(total, products.reduce(1)),
-        plgpu.layout_cast(acc, products),
-    )
 
 
 def _store(source: Ref, values: jax.Array, target: Ref, row: Any, group: int) -> None:
@@ -136,7 +111,7 @@ def _attend(
     """The multiplying warpgroup's work on the tiles that `ring.fill` brings."""
     group, width = options.group, options.geometry.head_dim
 
-    def attend(piece: Piece, before: Any) -> None:
+    def attend(piece: Piece) -> None:
         row = piece.row * options.num_heads + piece.head * group
         memory.q[...] = plgpu.load(q.at[pl.ds(row, QUERIES)], optimized=False)
         plgpu.commit_smem()
@@ -144,18 +119,17 @@ def _attend(
 
         def one(i: Any, state: Softmax) -> Softmax:
             # Wait until the copying warpgroup has filled this stage of the ring, and give it back.
-            stage = stage_of(memory, before + i)
+            stage = stage_of(memory, piece.before + i)
             plgpu.barrier_wait(memory.ready.at[stage])
             state = _one_tile(state, piece, piece.first + i, memory, stage, flip, options)
             plgpu.barrier_arrive(memory.free.at[stage])
             return state
 
-        state = lax.fori_loop(0, piece.tiles, one, _start(width))
+        state = lax.fori_loop(0, piece.tiles, one, start(QUERIES, width))
 
         @pl.when(piece.whole)
         def _finish() -> None:
-            total = jnp.where(state.total == 0, 1.0, state.total)
-            _store(memory.out, state.acc / _across(total, width), out, row, group)
+            _store(memory.out, finished(state), out, row, group)
 
         @pl.when(~piece.whole)
         def _leave_a_part() -> None:

@@ -18,6 +18,7 @@ from jaxserve.pallas_kernels.gpu_mosaic.common import (
     Options,
     Piece,
     each_piece,
+    operand,
     plgpu,
 )
 from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref
@@ -56,17 +57,12 @@ def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
     width, itemsize = options.geometry.head_dim, jnp.dtype(dtype).itemsize
     stages = _stages(width, itemsize, jnp.dtype(out_dtype).itemsize)
 
-    def operand(*shape: int) -> Any:  # in the matrix unit's layout
-        swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
-        tiling = plgpu.TilingTransform((8, swizzle // itemsize))
-        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
-
     copies = 2 * (TILE // options.page)
     return Scratch(
-        q=operand(QUERIES, width),
-        k=operand(stages, TILE, width),
-        v=operand(stages, TILE, width),
-        weights=operand(QUERIES, TILE),
+        q=operand(dtype, QUERIES, width),
+        k=operand(dtype, stages, TILE, width),
+        v=operand(dtype, stages, TILE, width),
+        weights=operand(dtype, QUERIES, TILE),
         acc=plgpu.SMEM((QUERIES, width), jnp.float32),
         out=plgpu.SMEM((QUERIES, width), out_dtype),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -97,9 +93,9 @@ def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: 
     """
     stages = memory.k.shape[0]
 
-    def bring(piece: Piece, before: Any) -> None:
+    def bring(piece: Piece) -> None:
         def one(i: Any, _: None) -> None:
-            number, stage = before + i, stage_of(memory, before + i)
+            number, stage = piece.before + i, stage_of(memory, piece.before + i)
             # Read before the wait, so that they have arrived when it ends.
             pages = _pages(batch, piece, piece.first + i, options)
 

@@ -36,6 +36,7 @@ class Options(common.Options):
 
     decode_only: bool
     sinks: bool
+    in_place: bool = False
 
     @property
     def padded_group(self) -> int:
@@ -142,7 +143,8 @@ def _kernel(*refs: common.Ref, options: Options) -> None:
     batch, _, shares, given = unpacked(refs)
     sinks, (q_ref, *rest) = (given[0], given[1:]) if options.sinks else (None, given)
     # Outputs: finished rows, and parts of rows that several programs share.
-    pool, (out_ref, *parts) = common.take_pool(rest, options.geometry)
+    pool, rest = common.take_pool(rest, options.geometry)
+    out_ref, *parts = rest[1:] if options.in_place else rest
     behind = pl.program_id(0) - shares.first.shape[0]
 
     def attend(segment: Segment) -> None:
@@ -182,6 +184,7 @@ def paged_decode(
     scoring: Scoring,
     decode_only: bool,
     sinks: jax.Array | None = None,
+    out: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Attention of the KV decodes of a batch.
@@ -195,27 +198,31 @@ def paged_decode(
         scoring: How products become scores.
         decode_only: T == R, and token i is row i's only token.
         sinks: float32 [H], see `attention.paged_attention`; None for none.
+        out: [T, H, D], the output so far, in q's dtype: that of KV chunks. None for none.
         interpret: Run in the interpreter.
 
     Returns:
-        [T, H, D] in q's dtype; zeros for padding and tokens of hidden rows. Those of KV chunks may
-        hold anything: `paged_prefill` fills them in.
+        [T, H, D] in q's dtype; zeros for padding and tokens of hidden rows. Those of KV chunks are
+        those of `out`, or may hold anything: `paged_prefill` fills them in.
     """
     tokens, num_heads, head_dim = q.shape
     geometry = common.geometry_of(pool)
     launch = tuning.launch("decode", pool.dtype.itemsize, geometry.padded_dim)
     options = Options(geometry, num_heads, scoring, launch.tile, decode_only, sinks is not None)
+    options = dataclasses.replace(options, in_place=out is not None)
+    so_far = () if out is None else (out.reshape(-1, head_dim),)
     done = run_shares(
         functools.partial(_kernel, options=options),
         layer,
         batch,
         shares,
-        (q.reshape(-1, head_dim), *common.pool_arguments(pool)),
+        (q.reshape(-1, head_dim), *common.pool_arguments(pool), *so_far),
         jax.ShapeDtypeStruct((tokens * num_heads, head_dim), q.dtype),
         launch,
         functools.partial(_place, options=options),
         members=options.group,
         width=geometry.padded_dim,
+        in_place=out is not None,
         zeros=0 if decode_only else common.zero_programs(tokens, num_heads),
         sinks=common.sink_arguments(sinks),
         interpret=interpret,

@@ -93,6 +93,15 @@ def kinds(batch: AttentionBatch) -> tuple[Kind, ...]:
     return _FEW, _MANY
 
 
+def chunk_lengths(batch: AttentionBatch, kind: Kind) -> jax.Array:
+    """int32 [R]: the query tokens of the chunks of a kind; 0 for other rows."""
+    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
+    begin = 0 if kind.uncut else batch.num_decodes
+    chunk = (row >= begin) & (row < batch.num_rows) & (batch.kind == KV)
+    chunk &= (batch.query_lens >= kind.least) & (batch.query_lens <= kind.most)
+    return jnp.where(chunk, batch.query_lens, 0)
+
+
 def _queries(tokens: int, group: int, kind: Kind, launch: tuning.Launch) -> int:
     """Rows of a query tile in a bucket of this many tokens: small buckets and short chunks do not
     fill large tiles."""
@@ -127,11 +136,7 @@ def plan(
     )
     tokens = _queries(batch.max_tokens, group, kind, launch) // group
     sizes = Sizes(tokens, launch.tile, batch.table_width * geometry.block_size, sliding_window)
-    row = jnp.arange(batch.max_rows, dtype=jnp.int32)
-    begin = 0 if kind.uncut else batch.num_decodes
-    chunk = (row >= begin) & (row < batch.num_rows) & (batch.kind == KV)
-    chunk &= (batch.query_lens >= kind.least) & (batch.query_lens <= kind.most)
-    lengths = jnp.where(chunk, batch.query_lens, 0)
+    lengths = chunk_lengths(batch, kind)
     return plan_work(batch, lengths, geometry.kv_heads, sizes, launch, uncut=kind.uncut)
 
 

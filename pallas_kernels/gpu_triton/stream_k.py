@@ -51,6 +51,7 @@ class Segment(NamedTuple):
         begin, end: Tiles of the part, counted from the item's first; end not included.
         whole: Whether the part is the whole item.
         place: If not, index of its partial state: each program has two.
+        before: Tiles of the program before it.
     """
 
     head: jax.Array
@@ -59,6 +60,7 @@ class Segment(NamedTuple):
     end: jax.Array
     whole: jax.Array
     place: jax.Array
+    before: jax.Array
 
 
 def unpacked(
@@ -107,12 +109,14 @@ def bounds(shares: Shares, number: jax.Array) -> tuple[jax.Array, ...]:
     return head, item, before + shares.starts[item], before + shares.starts[item + 1]
 
 
-def for_each_segment(shares: Shares, body: Callable[[Segment], None]) -> None:
-    """Runs the body for every segment of program pl.program_id(0). Programs after the shares have
-    none."""
-    program, size = pl.program_id(0), shares.size[0]
-    share_begin = program * size
-    share_end = share_begin + size
+def for_each_segment(
+    shares: Shares, body: Callable[[Segment], None], program: jax.Array | None = None
+) -> None:
+    """Runs the body for every segment of a program (None: pl.program_id(0)). Programs after the
+    shares have none."""
+    program = pl.program_id(0) if program is None else program
+    share_begin = program * shares.size[0]
+    share_end = share_begin + shares.size[0]
 
     def one_item(number: jax.Array, _: None) -> None:
         head, item, begin, end = bounds(shares, number)
@@ -123,7 +127,8 @@ def for_each_segment(shares: Shares, body: Callable[[Segment], None]) -> None:
             whole = (low == begin) & (high == end)
             # Only a share's first segment can begin inside an item.
             place = 2 * program + (low == begin).astype(jnp.int32)
-            body(Segment(head, item, low - begin, high - begin, whole, place))
+            before = low - share_begin
+            body(Segment(head, item, low - begin, high - begin, whole, place, before))
 
     @pl.when(program < shares.first.shape[0])
     def _has_share() -> None:

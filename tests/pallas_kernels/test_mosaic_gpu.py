@@ -1,5 +1,5 @@
-"""Decodes on Mosaic GPU, interpreted: shared memory, barriers and copies are simulated one by one,
-what nobody has written there is NaN, and a race between them is an error."""
+"""Decodes and prompts on Mosaic GPU, interpreted: shared memory, barriers and copies are simulated
+one by one, what nobody has written there is NaN, and a race between them is an error."""
 
 from __future__ import annotations
 
@@ -44,6 +44,65 @@ def test_decodes(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> 
     run = jax.jit(lambda *given: PAGED.function(*given, **options))
     for edge in edges.edges_of(case):
         PAGED.check_run(run, case, edge(case.shape, KV), 1)
+
+
+# Two tiles of queries, of which the second has a few for one warpgroup and none for the other; ends
+# of contexts inside of a block; blocks past them.
+PROMPTS = Case(
+    "prompts", Shape(2, 1, head_dim=64, block_size=32, rows=4, width=9, tokens=150), "bfloat16"
+)
+WIDE_PROMPTS = Case(
+    "wide-prompts",
+    Shape(2, 2, head_dim=128, block_size=16, rows=4, width=12, tokens=132),
+    "float16",
+    cap=3.0,
+)
+
+
+@pytest.mark.skipif(common.missing() is not None, reason=f"{common.missing()}")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("case", "programs", "chosen"),
+    [
+        (PROMPTS, 3, (edges.prompt, edges.any_order, edges.chunks_of_two_owners)),
+        (WIDE_PROMPTS, 1, (edges.chunks_between_others,)),
+    ],
+)
+def test_chunks(
+    case: Case, programs: int, chosen: tuple[edges.Edge, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that begin inside of a query tile, and one that has all of them."""
+    cutting = tuning.Cutting(programs, 1, programs, 1 << 20)
+    monkeypatch.setattr(tuning, "cutting", lambda launch, tiles, **more: cutting)
+    options = {**PAGED.options(case), "decode_only": False, "backend": BACKEND}
+    run = jax.jit(lambda *given: PAGED.function(*given, **options))
+    for edge in chosen:
+        PAGED.check_run(run, case, edge(case.shape, KV), 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "drafts", "ours"),
+    [
+        (128, None, False, (True,)),
+        (64, None, False, (False,)),  # would fill half of a tile
+        (128, 33, False, (False,)),
+        (512, None, True, (False, True)),  # chunks of a few tokens, longer ones
+    ],
+)
+def test_which_chunks_it_takes(
+    tokens: int, window: int | None, drafts: bool, ours: tuple[bool, ...]
+) -> None:
+    """Triton's kernel has the others: the plan says who, by the tokens of a tile of queries."""
+    shape = dataclasses.replace(PROMPTS.shape, tokens=tokens)
+    batch = dataclasses.replace(edges.prompt(shape, KV), drafts=drafts)
+    pool = jax.ShapeDtypeStruct((1, shape.blocks, 1, 32, 64), "bfloat16")
+    options: dict[str, Any] = {"sliding_window": window, "decode_only": False}
+    plans = [
+        plan_attention(pool, batch, 2, backend=name, **options).chunks
+        for name in (BACKEND, "triton-interpret")
+    ]
+    sizes = [jax.tree.map(jax.numpy.shape, both) for both in zip(*plans, strict=True)]
+    assert tuple(mine != theirs for mine, theirs in sizes) == ours
 
 
 @pytest.mark.parametrize(
