@@ -168,9 +168,10 @@ class View:
         Returns:
             float64 [n]; 0 if the cost model does not price copies.
         """
-        many = np.array([_MANY_SLOTS, 2 * _MANY_SLOTS])
-        seconds = self.step_time(BatchFeatures(0, 0, 0, 0, 0, 0, 0, loaded_slots=many))
-        less, more = np.broadcast_to(seconds, 2).tolist()
+        less, more = (
+            float(self.step_time(BatchFeatures(0, 0, 0, 0, 0, 0, 0, loaded_slots=slots)))
+            for slots in (_MANY_SLOTS, 2 * _MANY_SLOTS)
+        )
         return np.asarray(2 * slots_for(tokens, kinds) * ((more - less) / _MANY_SLOTS))
 
     def refill_time(self, tokens: np.ndarray, chunk: int | None = None) -> np.ndarray:

@@ -40,7 +40,10 @@ def features(sums: np.ndarray) -> BatchFeatures:
 
 def prefix(ok: np.ndarray) -> int:
     """Number of entries before the first False."""
-    return len(ok) if ok.all() else int(np.argmin(ok))
+    if not len(ok):
+        return 0
+    first = int(ok.argmin())
+    return len(ok) if ok[first] else first
 
 
 def longest(seconds: Callable[[np.ndarray], np.ndarray], limit: float, most: int) -> int:

@@ -283,7 +283,8 @@ class LinearCostModel:
         """InferMax section 3.2, with padding, hidden caches, swaps and experts; see `CostModel`."""
         k, f = self.coefficients, features
         layer = k.token_bias + k.per_token * f.padded_tokens
-        layer = layer + (f.padded_tokens > 1) * k.batch_bias
+        if k.batch_bias:
+            layer = layer + (f.padded_tokens > 1) * k.batch_bias
         if self.num_experts:
             read = experts_read(self.num_experts, self.experts_per_token, f.num_tokens)
             layer = layer + k.per_expert * read

@@ -165,7 +165,10 @@ def prefill_times(step_time: StepTime, length: np.ndarray, chunk: int) -> np.nda
         chunk: Tokens of a piece.
     """
     whole = (length - 1) // chunk  # pieces before the last
-    before = np.arange(int(whole.max(initial=0))) * chunk
+    most = int(whole.max(initial=0))
+    if not most:
+        return _pieces(step_time, length, whole)
+    before = np.arange(most) * chunk
     sums = np.zeros(len(before) + 1)
     np.cumsum(_pieces(step_time, np.full(len(before), chunk), before), out=sums[1:])
     last = _pieces(step_time, length - whole * chunk, whole * chunk)
@@ -176,7 +179,7 @@ def _pieces(step_time: StepTime, count: np.ndarray, before: np.ndarray) -> np.nd
     """Seconds of pieces of prompts, each of `count` tokens after `before` cached ones, float64
     [n]."""
     batch = BatchFeatures(count, count, 0, 0, count * (count + 2 * before), 1, before)
-    return np.broadcast_to(step_time(batch), count.shape)
+    return np.asarray(step_time(batch) + np.zeros(count.shape))
 
 
 def _decode_time(step_time: StepTime, length: Any, tokens: int) -> Any:

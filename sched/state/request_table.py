@@ -228,8 +228,9 @@ class RequestTable:
 
     def has_targets(self, rows: np.ndarray) -> np.ndarray:
         """Which rows have targets, bool [n]."""
-        targets = (self.ttft, self.tbt, self.jct, self.max_tbt)
-        return np.minimum.reduce([column[rows] for column in targets]) < np.inf
+        first, gaps = self.ttft[rows], self.tbt[rows]
+        least = np.minimum(np.minimum(first, gaps), np.minimum(self.jct[rows], self.max_tbt[rows]))
+        return np.asarray(least < np.inf)
 
     def bare(self, rows: np.ndarray) -> np.ndarray:
         """Which rows are best-effort requests without targets, bool [n]."""

@@ -9,7 +9,8 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
-from jaxserve.sched.cost.batch_feature_sums import columns, features, longest
+from jaxserve.sched.cost.batch_feature_sums import columns, longest
+from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.policies.goodput.outlook import Outlook
 from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import WAITING
@@ -33,8 +34,6 @@ class GoodputWork:
         loaded: Slots that are restored from the host first.
         paused: bool, whether it has written tokens, and holds no cache.
         due, gap_due, longest, attains, loss, missed, bare: See `Outlook`.
-        loads: Whether any has slots to load.
-        hidden: Whether any has a hidden cache.
         columns: What each adds to the features of a batch, int64 [columns, n]; see `_columns`.
     """
 
@@ -55,8 +54,6 @@ class GoodputWork:
     loss: np.ndarray
     missed: np.ndarray
     bare: np.ndarray
-    loads: bool
-    hidden: bool
     columns: np.ndarray
 
     @classmethod
@@ -72,7 +69,8 @@ class GoodputWork:
         table, host = view.table, view.host
         starts, written = table.state[rows] == WAITING, table.generated[rows] > 0
         fresh = starts & (table.computed[rows] == 0)  # cached prefixes have a kind already
-        kinds = np.where(fresh, kind, view.pool.kind[rows]).astype(np.int64)
+        kinds = view.pool.kind[rows].astype(np.int64)
+        kinds[fresh] = kind
         if kind == HIDDEN:
             kinds[fresh & (table.adapter[rows] > 0)] = KV
         start, loaded = table.computed[rows], np.zeros(len(rows), np.int64)
@@ -84,6 +82,7 @@ class GoodputWork:
         known = table.prompt_len[rows] + table.generated[rows]
         tokens = known - start
         decodes, hidden = (tokens == 1) & written, kinds == HIDDEN
+        moves = bool(loaded.any()) or (view.rho is not None and bool(hidden.any()))
         return cls(
             rows=rows,
             tokens=tokens,
@@ -95,34 +94,43 @@ class GoodputWork:
             kinds=kinds,
             loaded=loaded,
             paused=starts & written,
-            loads=bool(loaded.any()),
-            hidden=view.rho is not None and bool(hidden.any()),
-            columns=_columns(tokens, start, decodes, loaded, hidden),
+            columns=_columns(tokens, start, decodes, loaded, hidden, moves=moves),
             **vars(outlook),
         )
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def columns_of(self, one: int, tokens: np.ndarray) -> np.ndarray:
-        """What this request would add if it computed each of these numbers of tokens."""
-        decodes = self.decodes[one] & (tokens == self.tokens[one])
-        hidden = self.kinds[one] == HIDDEN
-        return _columns(tokens, self.start[one], decodes, self.loaded[one], hidden)
+    def columns_of(self, one: int, tokens: Any) -> list[Any]:
+        """What this request would add if it computed so many tokens, one number or several: its
+        column, in which entries that depend on them are arrays if `tokens` is."""
+        if self.decodes[one]:  # a single token
+            return [tokens, *self.columns[1:, one].tolist()]
+        start, loaded = int(self.start[one]), int(self.loaded[one])
+        quad, before = tokens * (tokens + 2 * start), start * int(self.kinds[one] == HIDDEN)
+        return [tokens, 0, 0, quad, 1, start, loaded, 0, before][: len(self.columns)]
 
     def cut(self, one: int, tokens: int) -> None:
         """Limits the tokens that this request computes."""
-        self.columns[:, one] = self.columns_of(one, np.array([tokens]))[:, 0]
+        self.columns[:, one] = self.columns_of(one, tokens)
         self.decodes[one] &= tokens == self.tokens[one]
         self.tokens[one] = tokens
 
 
 def _columns(
-    tokens: np.ndarray, start: Any, decodes: np.ndarray, loaded: Any, hidden: Any
+    tokens: np.ndarray,
+    start: np.ndarray,
+    decodes: np.ndarray,
+    loaded: np.ndarray,
+    hidden: np.ndarray,
+    *,
+    moves: bool,
 ) -> np.ndarray:
-    """Columns of `batch_feature_sums`; then slots from the host, and the tokens that decodes and
-    prompts read from hidden caches."""
+    """Columns of `batch_feature_sums`; if any is not 0 (`moves`), then slots from the host, and the
+    tokens that decodes and prompts read from hidden caches."""
     own = columns(tokens, start, decodes)
+    if not moves:
+        return own
     found = np.empty((len(own) + 3, len(tokens)), np.int64)
     found[:-3], found[-3] = own, loaded
     found[-2], found[-1] = own[1] * hidden, own[5] * hidden
@@ -158,7 +166,7 @@ class GoodputBatch:
     def seconds(self) -> float:
         """How long it takes; 0 if it is empty."""
         if self._time is None:
-            self._time = float(self._seconds(self._sums[:, 0].tolist())) if self.parts else 0.0
+            self._time = float(self._seconds(*self._sums[:, 0].tolist())) if self.parts else 0.0
         return self._time
 
     def chosen(self) -> np.ndarray:
@@ -168,13 +176,15 @@ class GoodputBatch:
     def times(self, some: np.ndarray) -> np.ndarray:
         """Seconds with the first of these requests added, with the first two, and so on, float64
         [n]."""
-        return self._each(self._sums + self._work.columns.take(some, axis=1).cumsum(axis=1))
+        sums = self._sums + self._work.columns.take(some, axis=1).cumsum(axis=1)
+        return self._each(sums, sums[:, :1] != sums[:, -1:])
 
     def with_each(self, some: np.ndarray, one: np.ndarray | None = None) -> np.ndarray:
         """Seconds with each of these requests added by itself, float64 [n]. one: index of another
         request that is added, too."""
         sums = self._sums if one is None else self._sums + self._work.columns.take(one, axis=1)
-        return self._each(sums + self._work.columns.take(some, axis=1))
+        added = self._work.columns.take(some, axis=1)
+        return self._each(sums + added, added != added[:, :1])
 
     def with_tokens(self, one: int, tokens: np.ndarray) -> np.ndarray:
         """Seconds of the batch with each of these numbers of tokens of one request added.
@@ -186,7 +196,9 @@ class GoodputBatch:
         Returns:
             float64 [n].
         """
-        return self._each(self._sums + self._work.columns_of(one, tokens))
+        added = self._work.columns_of(one, tokens)
+        sums = [a + b for a, b in zip(self._sums[:, 0].tolist(), added, strict=True)]
+        return np.asarray(self._seconds(*sums) + np.zeros(len(tokens)))
 
     def longest(self, one: int, limit: float, most: int) -> int:
         """Most tokens of a request with which the batch takes no longer than `limit` seconds; at
@@ -203,6 +215,8 @@ class GoodputBatch:
     def drop(self, some: np.ndarray) -> int:
         """Removes these requests, if they are in. Returns the free blocks that they would have
         taken."""
+        if not self.parts:
+            return 0
         gone, parts = np.zeros(len(self._work), bool), []
         gone[some] = True
         given = 0
@@ -217,19 +231,47 @@ class GoodputBatch:
         self.parts, self._time = parts, None
         return given
 
-    def _each(self, sums: np.ndarray) -> np.ndarray:
-        if sums.shape[1] <= FEW:
-            return np.array([self._seconds(one) for one in sums.T.tolist()], np.float64)
-        return np.broadcast_to(self._seconds(sums), sums.shape[1:])
+    def _each(self, sums: np.ndarray, varies: np.ndarray) -> np.ndarray:
+        """Seconds of n batches, float64 [n].
 
-    def _seconds(self, sums: Any) -> Any:
-        batch = features(sums[:-2] if self._work.loads else sums[:-3])
-        if self._work.hidden:
-            decodes, prompts = sums[-2], sums[-1]
-            batch = batch._replace(
-                decode_kv=batch.decode_kv - decodes,
-                hidden_tokens=decodes,
-                prefill_m=batch.prefill_m - prompts,
-                hidden_prefill=prompts,
-            )
+        Args:
+            sums: int64 [columns, n].
+            varies: bool [columns, m], where they differ from the first batch's. What is equal in
+                all batches is priced as one number.
+        """
+        if sums.shape[1] <= FEW:
+            return np.array([self._seconds(*one) for one in sums.T.tolist()], np.float64)
+        alike = sums[:, 0].tolist()
+        several = np.logical_or.reduce(varies, axis=1).tolist()
+        several[0] |= any(several)  # the tokens are an array if anything is
+        floats = [
+            row.astype(np.float64) if many else one
+            for row, many, one in zip(sums, several, alike, strict=True)
+        ]
+        return np.asarray(self._seconds(*floats) + np.zeros(sums.shape[1]))
+
+    def _seconds(
+        self,
+        tokens: Any,
+        read: Any,
+        decodes: Any,
+        quad: Any,
+        prefills: Any,
+        before: Any,
+        *moves: Any,
+    ) -> Any:
+        """Seconds of batches with these sums of `_columns`."""
+        loaded, hidden, hidden_before = moves or (0, 0, 0)
+        batch = BatchFeatures(
+            num_tokens=tokens,
+            padded_tokens=tokens,
+            decode_kv=read - hidden,
+            num_decodes=decodes,
+            prefill_quad=quad,
+            num_prefills=prefills,
+            prefill_m=before - hidden_before,
+            hidden_tokens=hidden,
+            loaded_slots=loaded,
+            hidden_prefill=hidden_before,
+        )
         return self._view.step_time(batch)

@@ -50,20 +50,26 @@ def in_time(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float =
     first = prefix(ends <= due[order])  # index of the first late one
     if first == len(order):
         return InTime(order, 0)
-    jobs, whens, seconds = order.tolist(), due.tolist(), cost.tolist()
-    ranks = np.divide(-cost, worth, out=np.zeros(len(cost)), where=worth > 0).tolist()
-    dearest = [(ranks[i], i) for i in jobs[:first]]
+    # The heap has places in this ranking: numbers compare faster than pairs of rank and index.
+    dear = np.argsort(
+        np.divide(-cost, worth, out=np.zeros(len(cost)), where=worth > 0), kind="stable"
+    )
+    place = np.empty(len(dear), np.int64)
+    place[dear] = np.arange(len(dear))
+    dearest, late = place[order[:first]].tolist(), order[first:]
     heapq.heapify(dearest)
-    end, chosen = float(ends[first - 1]) if first else begin, np.ones(len(cost), bool)
-    last = begin  # due time of the last late one
-    for i in jobs[first:]:
-        end += seconds[i]
-        heapq.heappush(dearest, (ranks[i], i))
-        while end > whens[i] and dearest:
-            _, gone = heapq.heappop(dearest)
-            chosen[gone] = False
-            end -= seconds[gone]
-            last = whens[i]
+    seconds = cost[dear].tolist()  # by place
+    end, last = float(ends[first - 1]) if first else begin, begin  # due time of the last late one
+    gone = []
+    for when, one in zip(due[late].tolist(), place[late].tolist(), strict=True):
+        end += seconds[one]
+        heapq.heappush(dearest, one)
+        while end > when and dearest:
+            gone.append(heapq.heappop(dearest))
+            end -= seconds[gone[-1]]
+            last = when
+    chosen = np.ones(len(cost), bool)
+    chosen[dear[np.array(gone, np.int64)]] = False
     order = order[chosen[order]]
     return InTime(order, int(np.count_nonzero(due[order] <= last)))
 

@@ -26,6 +26,7 @@ LAST_CALL = 1.0
 """Seconds before its longest gap from which a paused request is urgent. Without it 2 points fewer
 keep their longest gaps."""
 PROMPTS = 0.1  # least share of a step for prompts: otherwise their cost would be unbounded
+MANY = 32  # requests for which it is checked first whether there is time for any
 MOST_LATE = 32  # most late and paused requests that a plan tries to start
 
 
@@ -66,8 +67,8 @@ class GoodputFilling:
         work = self._work
         running = work.decodes & ~work.starts
         decodes = self._find_blocks(np.flatnonzero(running))
-        hopeless = decodes[self._hopeless(decodes)]
-        decodes = decodes[~self._hopeless(decodes)]
+        late = self._hopeless(decodes)
+        hopeless, decodes = decodes[late], decodes[~late]
         others = np.flatnonzero(~running & ~self._memory.out)
         early = self._first[others]
         patient, others = others[early], others[~early]
@@ -101,8 +102,10 @@ class GoodputFilling:
         work, memory = self._work, self._memory
         order = np.argsort(-work.loss[decodes], kind="stable")
         decodes = decodes[order[: self._view.limits.max_batch_tokens]]
-        while int(work.new[decodes].sum()) > memory.free and memory.pause_one():
-            decodes = decodes[~memory.out[decodes]]
+        if int(work.new[decodes].sum()) <= memory.free:
+            return decodes
+        memory.pause_for(decodes)
+        decodes = decodes[~memory.out[decodes]]
         return decodes[work.new[decodes].cumsum() <= memory.free]
 
     def _choose(
@@ -184,19 +187,22 @@ class GoodputFilling:
         """
         work, memory = self._work, self._memory
         some, times = some[~memory.out[some]], None
+        bounds = np.zeros(0)
         while len(some):
             if times is None:  # of the batch with each request and those before it
+                if len(some) > MANY and not self._begins(some[:1]):
+                    return False
                 times = self._batch.times(some)
-            timely = self._timely(some, times)
+                bounds = self._bounds(some, times)
+            timely = self._timely(some, times, bounds)
             new, starts = work.new[some], work.starts[some]
             left = memory.free - spare
             fits = (new.cumsum() <= left) & (starts.cumsum() <= memory.slots)
             count = prefix(fits[:timely])
             if count:
-                bounds = self._bounds(some[:count], times[:count])
-                self._limit = min(self._limit, float(bounds.min()))
+                self._limit = min(self._limit, float(bounds[:count].min()))
                 self._take(some[:count])
-                some, times = some[count:], times[count:]
+                some, times, bounds = some[count:], times[count:], bounds[count:]
                 continue
             one = int(some[0])
             part = self._part(one, float(times[0]), None if fits[0] else 1)
@@ -219,14 +225,19 @@ class GoodputFilling:
                     self._take(some[:1])
                     return False
                 self._take(some[:1])
-                some, times = some[1:], times[1:]
+                some, times, bounds = some[1:], times[1:], bounds[1:]
         return True
 
-    def _timely(self, some: np.ndarray, times: np.ndarray) -> int:
-        """How many of the requests, in order, there is time for. times: `Batch.times`."""
+    def _timely(self, some: np.ndarray, times: np.ndarray, bounds: np.ndarray) -> int:
+        """How many of the requests, in order, there is time for.
+
+        Args:
+            some: The requests.
+            times: `Batch.times`.
+            bounds: `_bounds`.
+        """
         limits, batch = self._view.limits, self._batch
-        limit = np.minimum.accumulate(np.append(self._limit, self._bounds(some, times)))
-        ok = times <= limit[:-1]
+        ok = times <= np.minimum.accumulate(np.concatenate(((self._limit,), bounds[:-1])))
         ok &= self._work.tokens[some].cumsum() <= limits.max_batch_tokens - batch.tokens
         ok[max(limits.max_rows - len(batch), 0) :] = False
         return prefix(ok)
@@ -250,9 +261,13 @@ class GoodputFilling:
         left = self._view.limits.max_batch_tokens - batch.tokens
         if want <= left and whole <= self._limit:
             return want
-        if self._short and batch.tokens > len(batch):
+        if want == 1 or (self._short and batch.tokens > len(batch)):
             return 0
         return batch.longest(one, self._limit, min(enough or want, left))
+
+    def _begins(self, one: np.ndarray) -> bool:
+        """Whether there is time for any token of this request, [1]."""
+        return self._part(int(one[0]), float(self._batch.with_each(one)[0]), 1) > 0
 
     @property
     def _short(self) -> bool:

@@ -152,20 +152,23 @@ class Goodput(Policy):
         and either can attain their targets or keep no other request from doing so. Most steps at
         light load are of this kind. None if there is more to decide."""
         table, pool, count = view.table, view.pool, len(rows)
+        if not count or count > view.limits.max_batch_tokens:
+            return None
+        missed = deadlines.missed
+        lost = rows[missed]
+        if len(lost) and (table.has_targets(lost) & (table.outlook[lost] < MISSED)).any():
+            return None  # its client has to be told
         known = table.prompt_len[rows] + table.generated[rows]
-        ready = (table.computed[rows] + 1 == known) & (table.generated[rows] > 0)
-        if not count or not ready.all() or count > view.limits.max_batch_tokens:
+        ready = (table.computed[rows] + 1 == known) & ~deadlines.first
+        if not ready.all():
             return None
         kinds = pool.kind[rows].astype(np.int64)
         if int(pool.needed(rows, known, kinds).sum()) > pool.num_free:
             return None
         read, hidden = int(known.sum()), int(known[kinds == HIDDEN].sum())
         batch = BatchFeatures(count, count, read - hidden, count, 0, 0, 0, hidden_tokens=hidden)
-        seconds, missed = float(view.step_time(batch)), deadlines.missed
-        if missed.any():
-            lost = rows[missed]
-            if (table.has_targets(lost) & (table.outlook[lost] < MISSED)).any():
-                return None  # its client has to be told
+        seconds = float(view.step_time(batch))
+        if len(lost):
             due = np.minimum(deadlines.due, jobs_due(view, rows, targets[2], self._pace.seconds))
             slack = (due[~missed] - clock).min(initial=np.inf) / view.device.overrun
             if seconds > min(slack, _headroom(targets[0])):
@@ -195,9 +198,11 @@ def _looked_at(
     table = view.table
     ttft, _, jct, longest = standard.targets_of(view, waiting)
     due = table.arrival[waiting] + np.minimum(ttft, jct)
-    gap_due = np.minimum(table.last_token[waiting] + longest, table.arrival[waiting] + jct)
-    due = np.where(table.generated[waiting] > 0, gap_due, due)
-    due = np.where(due < clock, np.inf, due)
+    paused = table.generated[waiting] > 0
+    if paused.any():
+        gap_due = np.minimum(table.last_token[waiting] + longest, table.arrival[waiting] + jct)
+        due = np.where(paused, gap_due, due)
+    due[due < clock] = np.inf
     look = kept[waiting]
     look[:LOOK] = True
     look[np.argpartition(due, LOOK)[:LOOK]] = True
@@ -216,7 +221,7 @@ def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
     if view.rho is None or above >= 1:
         return KV
     read = view.rho * view.pool.num_blocks * view.pool.block_size  # a pool full of them, seconds
-    if read > float(view.refill_time(np.ones(1, np.int64))[0]):
+    if read > view.step_time(BatchFeatures(1, 1, 0, 0, 1, 1, 0)):  # a prompt of one token
         return KV
     pool, ahead = view.pool, view.table.tokens_ahead(running) / 2
     growth = float((ahead * PLANES[pool.kind[running]]).sum()) / pool.block_size

@@ -135,7 +135,8 @@ class Deadlines:
         missed = (came > first_due) | (clock > np.minimum(arrival + jct, gap_due))
         missed |= table.longest_gap[rows] > longest
         late = table.late_gaps[rows] + waits
-        missed |= (_shortest(late) > table.max_tokens[rows]) & (tbt < np.inf) & ~first
+        if late.any():  # an output of any length may have none
+            missed |= (_shortest(late) > table.max_tokens[rows]) & (tbt < np.inf) & ~first
         return cls(due, gap_due, first, waits, late, missed)
 
 
@@ -210,11 +211,11 @@ class Outlook:
         """
         table, due, missed = view.table, deadlines.due, deadlines.missed
         ttft, tbt, jct, longest = targets
-        bare = np.isinf(np.minimum.reduce((ttft, tbt, jct, longest)))
-        going = ~(missed | deadlines.first)
-        attains = np.where(missed, 0.0, 1.0)
-        loss = np.where(missed | bare | (~deadlines.first & np.isinf(tbt)), 0.0, 1.0)
-        timed = np.flatnonzero(going & (tbt < np.inf))
+        bare = np.isinf(np.minimum(np.minimum(ttft, tbt), np.minimum(jct, longest)))
+        going, paced = ~(missed | deadlines.first), tbt < np.inf
+        attains = (~missed).astype(np.float64)
+        loss = (~(missed | bare) & (deadlines.first | paced)).astype(np.float64)
+        timed = (going & paced).nonzero()[0]
         if len(timed):
             late, generated = deadlines.late[timed], table.generated[rows[timed]]
             most = table.max_tokens[rows[timed]]
@@ -224,8 +225,8 @@ class Outlook:
             loss[timed] = np.where(deadlines.waits[timed], 0.0, np.maximum(now - after, 0.0))
         # If the longest gap is at most TBT, no further token may be late.
         strict = going & (longest < np.inf) & (longest <= tbt)
-        loss[strict] = attains[strict]
-        jobs = np.flatnonzero(jct < np.inf)
+        np.copyto(loss, attains, where=strict)
+        jobs = (jct < np.inf).nonzero()[0]
         if len(jobs):
             due[jobs] = np.minimum(due[jobs], jobs_due(view, rows[jobs], jct[jobs], pace))
             tight = due[jobs] - clock < PAUSE

@@ -58,11 +58,15 @@ class Memory(MemoryBudget):
         self.free -= int(self._work.new[some].sum())
         self.slots -= int(np.count_nonzero(self._work.starts[some]))
 
-    def pause_one(self) -> bool:
-        """Pauses the request with the least loss. Returns whether there was one."""
-        some = self._pausable()[:1]
-        self._pause(some)
-        return bool(len(some))
+    def pause_for(self, decodes: np.ndarray) -> None:
+        """Pauses the requests with the least loss, these decodes or others, until the decodes that
+        remain find blocks."""
+        work, others = self._work, self._pausable()
+        takes = np.zeros(len(work), np.int64)
+        takes[decodes] = work.new[decodes]
+        gives = (self.view.pool.private(work.rows[others]) + takes[others]).cumsum()
+        enough = int(np.searchsorted(gives, int(takes.sum()) - self.free)) + 1
+        self._pause(others[:enough])
 
     def make_room(self, some: np.ndarray, most: float) -> int:
         """Pauses others until requests find their blocks and slots, if it is worth it: unless any
@@ -89,6 +93,7 @@ class Memory(MemoryBudget):
         held = self.view.pool.private(work.rows[others])
         paused = givers(work.new[some], work.starts[some], held, self.free, self.slots)
         fit = len(paused)
+        others = others[: int(paused[-1])] if fit else others[:0]
         if fit and most < AT_ANY_LOSS:
             own = self.view.refill_time(work.tokens[some[:fit]]).cumsum()
             back = self._return_time(others)
@@ -158,5 +163,6 @@ class Memory(MemoryBudget):
         left = self._pausable()
         self._left = left[~self.out[left]]
         self.free += self._batch.drop(some)
-        for row in self._work.rows[some].tolist():
-            self.preempt(row)
+        rows = self._work.rows[some]
+        for row, gives in zip(rows.tolist(), self.view.pool.private(rows).tolist(), strict=True):
+            self.preempt(row, gives)

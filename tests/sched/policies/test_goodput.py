@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
+from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.plan import Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
+from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
 from jaxserve.sched.policies.goodput.goodput import Goodput
 from jaxserve.sched.policies.goodput.outlook import Deadlines, Lengths, Outlook, Standard
@@ -26,8 +28,8 @@ from jaxserve.sched.slo.backlog import Backlog
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.sched.slo.ttft_estimator import TtftEstimator
 from jaxserve.sched.state.output_lengths import ENOUGH
+from jaxserve.sched.state.request_table import RUNNING, WAITING, RequestTable
 from jaxserve.sched.state.request_table import Outlook as GivenUp
-from jaxserve.sched.state.request_table import RequestTable
 from jaxserve.sched.unified.policy_spec import Columns
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Lengths as WorkloadLengths
@@ -167,6 +169,45 @@ def test_the_queue_is_predicted_by_the_deadlines_that_plans_have() -> None:
     found = Outlook.of_rows(view, rows, targets, deadlines, np.ones(4), 0.0, Lengths(), pace=0.0)
     priority = drive.policy.queue_priority(Columns(view, rows, 0.0), 0.0)
     assert priority.tolist() == found.due.tolist() == [2.0, 1.0, np.inf, 9.0]
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("padding", [None, Padding(rows=(4, 8, 16), tokens=(16, 64, 256))])
+def test_many_batches_are_priced_like_each_by_itself(padding: Padding | None, hidden: bool) -> None:
+    """To the last bit: plans compare sums of these times with deadlines."""
+    odd = Coefficients(*(np.sqrt(np.arange(2, 20)) / 1e3).tolist())
+    drive = Drive(
+        "goodput",
+        c=200,
+        p=200,
+        rows=16,
+        rho=0.0 if hidden else None,
+        cost_model=LinearCostModel(odd, 3),
+    )
+    for i in range(24):
+        drive.add(prompt=4 + i % 5, output=9, ttft=9.0, tbt=9.0)
+    drive.step(0.0)
+    view = dataclasses.replace(drive.scheduler.view, padding=padding)
+    rows = np.concatenate([drive.table.in_state(state) for state in (RUNNING, WAITING)])
+    targets = STANDARD.targets_of(view, rows)
+    due = Deadlines.of_rows(view, rows, targets, 0.1)
+    seen = Outlook.of_rows(view, rows, targets, due, np.ones(24), 0.1, Lengths(), pace=0.1)
+    work = GoodputWork.of_rows(view, rows, seen, kind=int(hidden))
+
+    def alone(*some: int) -> float:
+        return GoodputBatch(view, work, np.array(some)).seconds
+
+    batch = GoodputBatch(view, work, np.array([0, 20]))
+    alike_ends = np.array([16, 17, 18, 19, 22, 23, 21])  # the first and the last are as long
+    for others in (np.arange(1, 15), np.arange(16, 20), np.arange(9, 20), alike_ends):
+        found = batch.times(others).tolist()
+        assert found == [alone(0, 20, *others[: i + 1]) for i in range(len(others))]
+        each = batch.with_each(others).tolist()
+        assert each == [alone(0, 20, one) for one in others.tolist()]
+    parts = batch.with_tokens(22, np.arange(1, 5)).tolist()
+    for tokens, seconds in zip(range(4, 0, -1), reversed(parts), strict=True):
+        work.cut(22, tokens)
+        assert alone(0, 20, 22) == seconds
 
 
 def test_what_all_prompts_of_a_step_share_is_counted_once() -> None:
