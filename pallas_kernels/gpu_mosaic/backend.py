@@ -22,17 +22,21 @@ from jaxserve.pallas_kernels.gpu_mosaic.prefill import plan as plan_prefill
 from jaxserve.pallas_kernels.gpu_triton import backend, prefill
 from jaxserve.pallas_kernels.gpu_triton import decode as triton_decode
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
+from jaxserve.pallas_kernels.pool import FLOAT8, Pool
 
-DTYPES = ("bfloat16", "float16")  # of the matrix unit's operands
+# Those of the matrix unit's operands, and those that decodes convert to them.
+DTYPES = ("bfloat16", "float16", FLOAT8, "int8")
 HEAD_DIMS = (64, 128)
 _NO_SINKS = "its kernels know no attention sinks"
 SMALL_BLOCKS = (8, 16, 32)  # larger blocks consist of whole tiles
 
 
-def _takes(kind: prefill.Kind, batch: AttentionBatch, window: int | None) -> bool:
+def _takes(kind: prefill.Kind, batch: AttentionBatch, dtype: DTypeLike, window: int | None) -> bool:
     """Whether chunks of a kind are for the kernel here: those of a few tokens, and steps of few,
-    would fill little of its tiles, and a window cuts off the start of the context, too."""
-    return kind.most > QUERIES and batch.max_tokens >= QUERIES and window is None
+    would fill little of its tiles, a window cuts off the start of the context, too, and numbers of
+    8 bits would be converted again for each tile of queries."""
+    large = kind.most > QUERIES and batch.max_tokens >= QUERIES
+    return large and window is None and jnp.dtype(dtype).itemsize == 2
 
 
 def plan(
@@ -63,7 +67,7 @@ def plan(
     kinds = zip(prefill.kinds(batch), found.chunks, strict=True)
     chunks = tuple(
         plan_prefill(batch, geometry, num_heads, kind)
-        if _takes(kind, batch, sliding_window)
+        if _takes(kind, batch, dtype, sliding_window)
         else theirs
         for kind, theirs in kinds
     )
@@ -72,7 +76,7 @@ def plan(
 
 def attend(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     plan: Any,
@@ -90,11 +94,11 @@ def attend(
     kinds = list(zip(prefill.kinds(batch), plan.chunks, strict=True))
     window, out = options["scoring"].sliding_window, None
     for kind, work in kinds:
-        if _takes(kind, batch, window):
+        if _takes(kind, batch, pool.dtype, window):
             out = paged_prefill(*given, work, **options)
     out = triton_decode.paged_decode(*given, plan.decode, decode_only=False, out=out, **options)
     for kind, work in kinds:
-        if not _takes(kind, batch, window):
+        if not _takes(kind, batch, pool.dtype, window):
             out = prefill.paged_prefill(out, *given, work, kind, **options)
     return out
 

@@ -39,10 +39,12 @@ from jaxserve.pallas_kernels.gpu_triton.common import (
     batch_arguments,
     decode_row,
     geometry_of,
+    take_pool,
 )
 from jaxserve.pallas_kernels.gpu_triton.merge import Parts, merge_parts
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares, unpacked
 from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool, read_as
 
 WARPGROUPS = 2
 MULTIPLIES, COPIES = 0, 1  # the roles of the warpgroups
@@ -56,6 +58,24 @@ def _inside(piece: Piece, tile: Any, flip: Any, shape: tuple[int, int], axis: in
     return (position >= piece.lower) & (position < piece.length)
 
 
+def _widened(narrow: Ref, wide: Ref) -> Ref:
+    """Converts numbers of 8 bits, in shared memory, for the matrix unit."""
+    numbers = plgpu.load(narrow, layout=plgpu.Layout.WGMMA)
+    if numbers.dtype.name == FLOAT8:  # for sm_90 only float16 is near; it holds all of them
+        numbers = numbers.astype(jnp.float16)
+    wide[...] = numbers.astype(wide.dtype)
+    plgpu.commit_smem()
+    return wide
+
+
+def _scales(memory: Scratch, stage: Any, plane: int) -> jax.Array:
+    """The scales of a tile's K (plane 0) or V (1), the same in all rows: [QUERIES, TILE]."""
+    assert memory.scales is not None
+    columns = plgpu.Layout.WGMMA.reduce(0)
+    scales = plgpu.load(memory.scales.at[stage, plane], layout=columns)
+    return lax.broadcast_in_dim(scales, (QUERIES, TILE), (1,))
+
+
 def _one_tile(
     state: Softmax,
     piece: Piece,
@@ -67,22 +87,28 @@ def _one_tile(
 ) -> Softmax:
     """`online_softmax.step` of a tile of the context that is in the ring at this stage."""
     k, v = memory.k.at[stage], memory.v.at[stage]
-    width = v.shape[1]
+    width, inside = v.shape[1], _inside(piece, tile, flip, (QUERIES, TILE), 1)
+    if memory.wide is not None:
+        k, v = (_widened(one, memory.wide.at[i]) for i, one in enumerate((k, v)))
 
     @pl.when((tile * TILE < piece.lower) | (tile * TILE + TILE > piece.length))
     def _clear() -> None:  # stale values may be NaN, and 0 * NaN is NaN
-        inside = _inside(piece, tile, flip, (TILE, width), 0)
-        v[...] = jnp.where(inside, v[...], jnp.zeros((), v.dtype))
+        seen = _inside(piece, tile, flip, (TILE, width), 0)
+        v[...] = jnp.where(seen, v[...], jnp.zeros((), v.dtype))
 
     # Scores, [QUERIES, TILE] in registers: q and K are read from shared memory.
     products = multiply(memory.q, k.transpose((1, 0)))
+    if memory.scales is not None:
+        products = products * _scales(memory, stage, 0)
     scores = online_softmax.prepare(products, options.scoring)
-    scores = jnp.where(_inside(piece, tile, flip, (QUERIES, TILE), 1), scores, -jnp.inf)
+    scores = jnp.where(inside, scores, -jnp.inf)
     # The running softmax, in powers of 2.
     peak = jnp.maximum(state.peak, scores.max(axis=1))
     fade = jnp.exp2(state.peak - peak)
     weights = jnp.exp2(scores - across(peak, TILE))
     total = state.total * fade + weights.sum(axis=1)
+    if memory.scales is not None:  # those of slots that are not seen may be NaN
+        weights = jnp.where(inside, weights * _scales(memory, stage, 1), 0.0)
     # Weights go to shared memory, since the second product reads both factors from there.
     memory.weights[...] = weights.astype(memory.weights.dtype)
     plgpu.commit_smem()
@@ -102,7 +128,7 @@ def _store(source: Ref, values: jax.Array, target: Ref, row: Any, group: int) ->
 def _attend(
     batch: BatchRefs,
     shares: Shares,
-    q: Ref,  # [T * H + QUERIES, D], of the pool's dtype
+    q: Ref,  # [T * H + QUERIES, D]
     out: Ref,  # [T * H, D], of the output's dtype
     parts: Parts,
     memory: Scratch,
@@ -143,7 +169,8 @@ def _attend(
 
 def _kernel(*refs: Ref, options: Options) -> None:
     """refs: the batch, the shares, the queries, the pool, the output, the parts, the scratch."""
-    batch, _, shares, (q, pool, out, *rest) = unpacked(refs)
+    batch, _, shares, (q, *more) = unpacked(refs)
+    pool, (out, *rest) = take_pool(more, options.geometry)
     parts, memory = Parts(*rest[:3]), Scratch(*rest[3:])
     mine = lax.axis_index(WARPGROUP)
 
@@ -166,7 +193,7 @@ def _place(
 
 def paged_decode(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     shares: Shares,
@@ -191,7 +218,9 @@ def paged_decode(
     tokens, num_heads, width = q.shape
     options = Options(geometry_of(pool), num_heads, scoring, TILE)
     # A program reads QUERIES rows from a group's first one on.
-    queries = jnp.pad(q.reshape(-1, width).astype(pool.dtype), ((0, QUERIES), (0, 0)))
+    wide = read_as(pool.dtype, q.dtype)
+    queries = jnp.pad(q.reshape(-1, width).astype(wide), ((0, QUERIES), (0, 0)))
+    arrays = (pool.values, pool.scales) if isinstance(pool, ScaledPool) else (pool,)
     fields, programs = batch_arguments(layer, batch), shares.first.shape[0]
     # Two places per program. Statistics are stored including the matrix unit's padding.
     stats = jax.ShapeDtypeStruct((2 * programs * QUERIES,), jnp.float32)
@@ -199,7 +228,7 @@ def paged_decode(
     done, peak, total, acc = plgpu.kernel(
         functools.partial(_kernel, options=options),
         out_type=(jax.ShapeDtypeStruct((tokens * num_heads, width), q.dtype), stats, stats, acc),
-        scratch_types=scratch(options, pool.dtype, q.dtype),
+        scratch_types=scratch(options, pool.dtype, wide, q.dtype),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         grid=(programs,),
         grid_names=(GRID,),
@@ -207,7 +236,7 @@ def paged_decode(
         thread_name=WARPGROUP,
         kernel_name="paged_decode",
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else False,
-    )(*fields, *shares, queries, pool)
+    )(*fields, *shares, queries, *arrays)
     peak, total = (
         one.reshape(-1, QUERIES)[:, : options.group].reshape(-1) for one in (peak, total)
     )

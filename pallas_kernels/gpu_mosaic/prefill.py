@@ -52,6 +52,7 @@ from jaxserve.pallas_kernels.gpu_triton.tiles import (
     plan_work,
 )
 from jaxserve.pallas_kernels.online_softmax import Softmax
+from jaxserve.pallas_kernels.pool import Pool
 
 ROWS = 64  # query tokens of a warpgroup
 MULTIPLIERS = 2  # warpgroups that multiply; the next one copies
@@ -433,7 +434,7 @@ def plan(batch: AttentionBatch, geometry: Geometry, num_heads: int, kind: Kind) 
 
 def paged_prefill(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     work: Work,
@@ -445,7 +446,7 @@ def paged_prefill(
 
     Args:
         q: [T, H, D].
-        pool: [layers, blocks, kv_heads, block_size, D].
+        pool: [layers, blocks, kv_heads, block_size, D], of 16 bits.
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
         work: From `plan` for this batch.

@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels.gpu_mosaic.common import (
     operand,
     plgpu,
 )
-from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, Ref
+from jaxserve.pallas_kernels.gpu_triton.common import BatchRefs, PoolRefs, Ref
 from jaxserve.pallas_kernels.gpu_triton.stream_k import Shares
 
 # Shared memory of an sm_90 multiprocessor, without that of barriers and reductions.
@@ -33,9 +33,11 @@ class Scratch(NamedTuple):
     """Refs in shared memory, and the barriers that synchronize the warpgroups.
 
     Attributes:
-        q: [QUERIES, D], queries in the pool's dtype.
+        q: [QUERIES, D], queries.
         k, v: [stages, TILE, D], the ring of tiles in the pool's dtype.
-        weights: [QUERIES, TILE], softmax weights in the pool's dtype.
+        wide: [2, TILE, D], a tile of K and V from a pool of 8 bits, in the queries' dtype.
+        scales: float32 [stages, 2, TILE], those of the ring's K and V, if they have any.
+        weights: [QUERIES, TILE], softmax weights in the queries' dtype.
         acc: float32 [QUERIES, D], stages partial sums on their way out.
         out: [QUERIES, D], stages outputs in their dtype.
         ready: Barriers, one a stage: its tile has arrived.
@@ -45,6 +47,8 @@ class Scratch(NamedTuple):
     q: Ref
     k: Ref
     v: Ref
+    wide: Ref | None
+    scales: Ref | None
     weights: Ref
     acc: Ref
     out: Ref
@@ -52,17 +56,29 @@ class Scratch(NamedTuple):
     free: Ref
 
 
-def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
-    """The scratch types of a kernel over a pool of this dtype, for `plgpu.kernel`."""
-    width, itemsize = options.geometry.head_dim, jnp.dtype(dtype).itemsize
-    stages = _stages(width, itemsize, jnp.dtype(out_dtype).itemsize)
+def scratch(options: Options, dtype: Any, wide: Any, out_dtype: Any) -> Scratch:
+    """The scratch types of a kernel, for `plgpu.kernel`.
 
-    copies = 2 * (TILE // options.page)
+    Args:
+        options: The kernel's options.
+        dtype: The pool's dtype.
+        wide: Dtype of the matrix unit's operands.
+        out_dtype: Dtype of the output.
+    """
+    width, narrow = options.geometry.head_dim, dtype != wide
+    copied = 2 * TILE * width * jnp.dtype(dtype).itemsize
+    rest = QUERIES * width * (4 + jnp.dtype(out_dtype).itemsize)
+    rest += (QUERIES * (width + TILE) + 2 * TILE * width * narrow) * jnp.dtype(wide).itemsize
+    stages = min(MOST_STAGES, (SHARED_BYTES - rest) // copied)
+    scaled = options.geometry.scaled
+    copies = (2 + 2 * scaled) * (TILE // options.page)
     return Scratch(
-        q=operand(dtype, QUERIES, width),
+        q=operand(wide, QUERIES, width),
         k=operand(dtype, stages, TILE, width),
         v=operand(dtype, stages, TILE, width),
-        weights=operand(dtype, QUERIES, TILE),
+        wide=operand(wide, 2, TILE, width) if narrow else None,
+        scales=plgpu.SMEM((stages, 2, TILE), jnp.float32) if scaled else None,
+        weights=operand(wide, QUERIES, TILE),
         acc=plgpu.SMEM((QUERIES, width), jnp.float32),
         out=plgpu.SMEM((QUERIES, width), out_dtype),
         ready=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
@@ -70,24 +86,24 @@ def scratch(options: Options, dtype: Any, out_dtype: Any) -> Scratch:
     )
 
 
-def _stages(width: int, itemsize: int, out_itemsize: int) -> int:
-    """How many tiles of K and V fit beside the rest."""
-    rest = QUERIES * (width * (itemsize + 4 + out_itemsize) + TILE * itemsize)
-    return min(MOST_STAGES, (SHARED_BYTES - rest) // (2 * TILE * width * itemsize))
-
-
 def stage_of(memory: Scratch, number: Any) -> Any:
     """The ring's stage for this tile, numbered through the whole program."""
     return lax.rem(number, jnp.int32(memory.k.shape[0]))
 
 
-def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: Options) -> None:
+def fill(
+    batch: BatchRefs,
+    shares: Shares,
+    pool: PoolRefs,
+    memory: Scratch,
+    options: Options,
+) -> None:
     """The copying warpgroup's work: brings all tiles of the program into the ring, piece by piece.
 
     Args:
         batch: The batch's refs.
         shares: The work of all programs, as refs.
-        pool: Ref [layers, blocks, kv_heads, block_size, D] in HBM.
+        pool: [layers, blocks, kv_heads, block_size, D] in HBM, and its scales if it has any.
         memory: The program's shared memory.
         options: The kernel's options.
     """
@@ -106,9 +122,18 @@ def fill(batch: BatchRefs, shares: Shares, pool: Ref, memory: Scratch, options: 
             for plane, page, block, slot in pages:
                 ring = memory.v if plane else memory.k
                 here = pl.ds(pl.multiple_of(slot, options.page), options.page)
-                source = pool.at[batch.layer[0], block, piece.head, here]
-                target = ring.at[stage, pl.ds(page * options.page, options.page)]
-                plgpu.copy_gmem_to_smem(source, target, memory.ready.at[stage])
+                source = batch.layer[0], block, piece.head, here
+                target, ready = pl.ds(page * options.page, options.page), memory.ready.at[stage]
+                plgpu.copy_gmem_to_smem(pool.values.at[source], ring.at[stage, target], ready)
+                if memory.scales is not None:
+                    assert pool.scales is not None
+                    plgpu.copy_gmem_to_smem(
+                        pool.scales.at[source],
+                        memory.scales.at[stage, plane, target],
+                        ready,
+                        # The copies of arrays, which fill up with zeros, begin at every 128 bytes.
+                        oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                    )
 
         lax.fori_loop(0, piece.tiles, one, None)
 

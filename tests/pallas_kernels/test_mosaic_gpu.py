@@ -14,6 +14,7 @@ import pytest
 from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, plan_attention
 from jaxserve.pallas_kernels.gpu_mosaic import common
 from jaxserve.pallas_kernels.gpu_triton import tuning
+from jaxserve.pallas_kernels.pool import FLOAT8
 from tests.pallas_kernels import edges
 from tests.pallas_kernels.batches import Shape
 from tests.pallas_kernels.cases import Case
@@ -33,9 +34,17 @@ LARGE = Case(
 )
 
 
+NARROW = (
+    Case("int8", dataclasses.replace(PAGES.shape, width=4), "bfloat16", cache="int8", window=70),
+    Case("float8", dataclasses.replace(PAGES.shape, width=4), "float16", cache=FLOAT8),
+)
+
+
 @pytest.mark.skipif(common.missing() is not None, reason=f"{common.missing()}")
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize(("case", "programs"), [(PAGES, 1), (LARGE, 5)])
+@pytest.mark.parametrize(
+    ("case", "programs"), [(PAGES, 1), (LARGE, 5), *((case, 2) for case in NARROW)]
+)
 def test_decodes(case: Case, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of a context in one program, and programs that begin inside of one."""
     cutting = tuning.Cutting(programs, 1, programs, 1 << 20)
@@ -108,12 +117,11 @@ def test_which_chunks_it_takes(
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"dtype": "float32"}, r"dtype: must be one of \('bfloat16', 'float16'\), got float32"),
+        ({"dtype": "float32"}, "dtype: must be one of .*'bfloat16', 'float16'.*, got float32"),
         ({"head_dim": 96}, r"head_dim: must be one of \(64, 128\), got 96"),
         ({"block_size": 24}, "block_size: must be one of .* or a multiple of 64, got 24"),
         ({"num_heads": 130}, "num_heads: must be at most 64 a kv head, got 65"),
         ({"sinks": True}, "its kernels know no attention sinks"),
-        ({"dtype": "int8"}, "dtype: must be one of .*bfloat16.*, got int8"),
     ],
 )
 def test_a_shape_that_it_does_not_take_is_explained(wrong: dict[str, Any], said: str) -> None:
