@@ -123,6 +123,8 @@ class Backend:
         add_low_rank: (a), of which only shape and dtype are asked -> the kernel of such products on
             one device, which takes what `low_rank.add_low_rank` does, or None if it has none. None:
             the backend has no such kernels.
+        widened_rows: From so many rows of x on, `quantized_matmul` writes the weights out in x's
+            dtype, those of one product at a time. None: never.
         adds_minimums: `quantized_matmul`'s kernels also take the groups' minimums, after the zero
             points.
         batch_invariant: a row's bits depend neither on the number nor on the values of other rows;
@@ -171,6 +173,7 @@ class Backend:
     grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     quantized_grouped_matmul: Callable[..., Callable[..., jax.Array] | None] | None = None
     add_low_rank: Callable[..., Callable[..., jax.Array] | None] | None = None
+    widened_rows: int | None = None
     adds_minimums: bool = False
     batch_invariant: bool = False
     norm: Callable[..., Callable[..., jax.Array] | None] | None = None

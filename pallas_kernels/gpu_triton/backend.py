@@ -153,6 +153,7 @@ def _backend(interpret: bool) -> Backend:
         plan=plan,
         plan_absorbed=plan_absorbed,
         quantized_matmul=with_mode(grouped.choose),
+        widened_rows=grouped.LIBRARY_ROWS,
         grouped_matmul=with_mode(by_group.choose),
     )
 

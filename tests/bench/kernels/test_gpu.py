@@ -21,8 +21,8 @@ from jaxserve_lab.bench.kernels.gpu_rivals import Trial
 from jaxserve_lab.bench.kernels.kernel_cases import Workload
 from jaxserve_lab.bench.kernels.kernel_checks import (
     Check,
-    check_decodes,
     check_kernels,
+    check_paged,
     relative_error,
     wrong_share,
 )
@@ -33,7 +33,7 @@ from jaxserve_lab.bench.kernels.products import check_products
 SMALL, GROUPED = Heads(2, 2, 16), Heads(4, 2, 16)
 ABOUT: dict[str, Any] = {"date": "2000-01-01", "versions": {"jax": "0"}, "machine": {}}
 SECTIONS = (
-    *("checks", "kernels", "products", "mixtures", "decodes by others"),
+    *("checks", "kernels", "products", "mixtures", "attention by others"),
     *("step 1", "step 2", "throughput"),
 )
 TOY = Plan(
@@ -48,6 +48,8 @@ TOY = Plan(
     caches=("int8",),
     formats=("int8", "int4", "Q4_1"),
     rows=(2,),
+    contenders=("library",),
+    many_rows=(3,),
     steps=(
         StepSize("tiny", rows=2, context=16, dtype="float32"),
         StepSize("tiny", rows=2, context=16, quantization="int8", cache="int8"),
@@ -106,6 +108,7 @@ def test_every_section_runs(outcome: Outcome) -> None:
     assert list(outcome.seconds) == list(SECTIONS)
     assert outcome.failed == [] and outcome.left_out == [] and outcome.broken == {}
     formats = {f"product, {name}" for name in TOY.formats}
+    formats |= {f"product by library, {name}" for name in TOY.formats[:2]}  # not with minimums
     assert {check.kernel for check in outcome.checks} == formats | {
         "product by group",
         "decode attention",
@@ -128,6 +131,9 @@ def test_every_section_runs(outcome: Outcome) -> None:
     assert kv.floor_bytes > hidden.floor_bytes > small.floor_bytes > 0
     assert kv.floor_bytes > 3 * small.floor_bytes
     assert [one.dtype for one in outcome.products] == ["float32", *TOY.formats]
+    assert [(one.kernel, one.dtype) for one in outcome.contended] == [
+        ("up and down by library", name) for name in TOY.formats[:2]
+    ]
     assert [one.dtype for one in outcome.kernels][-3:] == ["float32", "int8", "int8"]
     assert outcome.load["output_tokens_per_s"]["median"] > 0
     assert json.loads(json.dumps(gpu.as_json(TOY, outcome)))["outcome"]["device"] == "cpu"
@@ -150,9 +156,15 @@ def test_the_page_has_what_was_measured(outcome: Outcome) -> None:
 
 @pytest.mark.slow
 def test_other_backends_are_tried_before_anybody_serves_with_them(outcome: Outcome) -> None:
-    ran, refused = outcome.trials
-    assert (ran.backend, ran.model, ran.wrong) == ("xla", "tiny", 0)
-    assert ran.own == outcome.kernels[0].seconds
+    *ran, refused, _, _ = outcome.trials
+    assert {(one.backend, one.model, one.wrong) for one in ran} == {("xla", "tiny", 0)}
+    kernels = ["decode attention", "decode attention, int8", "prefill attention"]
+    assert [one.kernel for one in ran] == kernels
+    own = {(one.kernel, one.dtype): one.seconds for one in outcome.kernels}
+    decode, int8, prefill = (one.own for one in ran)
+    assert decode == own["decode attention", "float32"]
+    assert int8 == own["decode attention", "int8"]
+    assert prefill == own["prefill attention", "float32"]
     assert refused.why == "backend: mosaic-gpu needs a gpu, this is a cpu"
     page = gpu_report.page(TOY, dataclasses.replace(outcome, trials=[refused]), ABOUT)
     assert "not run: backend: mosaic-gpu needs a gpu" in page
@@ -161,14 +173,17 @@ def test_other_backends_are_tried_before_anybody_serves_with_them(outcome: Outco
 @pytest.mark.parametrize(
     ("trial", "said"),
     [
-        (Trial("m", "b", wrong=2, seconds=1.0, own=2.0), "**wrong** in 2 checks"),
         (
-            Trial("m", "b", seconds=1.0, own=1.5),
+            Trial("m", "decode attention", "b", wrong=2, seconds=1.0, own=2.0),
+            "**wrong** in 2 checks",
+        ),
+        (
+            Trial("m", "decode attention", "b", seconds=1.0, own=1.5),
             "1.50 times as fast: `--config.engine.attention_backend=b`",
         ),
-        (Trial("m", "b", seconds=2.0, own=1.0), "0.50 times as fast: stay"),
-        (Trial("m", "b", seconds=0.0, own=1.0), "not compared"),
-        (Trial("m", "b", seconds=1.0), "not compared"),
+        (Trial("m", "decode attention", "b", seconds=2.0, own=1.0), "0.50 times as fast: stay"),
+        (Trial("m", "decode attention", "b", seconds=0.0, own=1.0), "not compared"),
+        (Trial("m", "decode attention", "b", seconds=1.0), "not compared"),
     ],
 )
 def test_what_is_wrong_or_slower_is_not_recommended(trial: Trial, said: str) -> None:
@@ -228,7 +243,7 @@ def test_a_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = backends.Backend(**{**vars(right), "attend": wrong})
     monkeypatch.setattr("jaxserve.pallas_kernels.attention.get_backend", lambda name: broken)
     found = list(check_kernels("xla", ("float32",), (SMALL,)))
-    assert [one.passed for one in check_decodes("xla", ("float32",), (SMALL,))] == [False, False]
+    assert [one.passed for one in check_paged("xla", ("float32",), (SMALL,))] == [False] * 3
     bad = {check.kernel for check in found if not check.passed}
     decodes = {"decode attention", "decode attention, window and cap"}
     assert bad == decodes | {

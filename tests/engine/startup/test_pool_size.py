@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from jaxserve.config import Config
 from jaxserve.engine.device.executor import JaxExecutor
 from jaxserve.engine.startup.build import build_engine
+from jaxserve.engine.startup.choices import memory_choice
 from jaxserve.engine.startup.choices.engine_choices import choose
 from jaxserve.engine.startup.choices.pool_size import (
     Demand,
@@ -23,6 +26,7 @@ from jaxserve.engine.startup.choices.pool_size import (
 )
 from jaxserve.engine.startup.start_cache import POOLS, StartCache, key_of
 from jaxserve.models.base import Experts
+from jaxserve.pallas_kernels.backends import platform_backend
 from jaxserve.weights import load_config, load_preset
 from tests.engine.harness import SAMPLING, engine, generate, prompts
 
@@ -185,3 +189,15 @@ def test_hidden_caches_are_for_pools_that_can_fill(
     chosen = choose(Config().with_fields(**served, **rows, **fields))
     assert chosen.kernels.model.hidden_read == read
     assert chosen.memory.buckets.hidden == (read is not None)
+
+
+def test_room_for_a_weight_that_large_steps_write_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = dataclasses.replace(platform_backend(), widened_rows=1024)
+    monkeypatch.setattr(memory_choice, "platform_backend", lambda: backend)
+    config = SimpleNamespace(quantization="int4", d_model=64, d_ff=256)
+    model = SimpleNamespace(config=config, shards=2, activations=jnp.bfloat16)
+    kernels: Any = SimpleNamespace(model=model)
+    assert memory_choice._widened(kernels, 1023) == 0
+    assert memory_choice._widened(kernels, 1024) == 64 * 128 * 2
+    config.quantization = None
+    assert memory_choice._widened(kernels, 1024) == 0

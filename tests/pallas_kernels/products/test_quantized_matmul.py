@@ -62,6 +62,28 @@ def check(where, scheme, inputs, rows):
     np.testing.assert_allclose(kernel(*given), want, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("scheme", [Scheme("int4", 32, True), Scheme("int8", 64), Scheme("int8")])
+def test_the_library_multiplies_what_the_weights_stand_for(scheme, dtype):
+    """As exactly as x's dtype has the weights."""
+    weights = jax.random.normal(jax.random.key(0), (256, 128))
+    small = quantize(weights, scheme)
+    x = jax.random.normal(jax.random.key(1), (9, 256)).astype(dtype)
+    y = gpu.by_library(x, small.q, small.scale, small.zero, dtype=jnp.float32)
+    want = x.astype(jnp.float32) @ dequantize(small, jnp.float32)
+    limit = 1e-6 if dtype == jnp.float32 else 4e-3
+    assert jnp.linalg.norm(y - want) <= limit * jnp.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("rows", "by"), [(gpu.LIBRARY_ROWS - 1, gpu.by_kernel), (gpu.LIBRARY_ROWS, gpu.by_library)]
+)
+def test_many_rows_are_for_the_library(rows, by):
+    small = quantize(jnp.ones((512, 128)), Scheme("int4", 32))
+    x = jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16)
+    assert gpu.choose(x, small.q, small.scale, small.zero, transposed=False).func is by
+
+
 @pytest.mark.parametrize(
     ("count", "inputs", "outputs", "group", "want"),
     [

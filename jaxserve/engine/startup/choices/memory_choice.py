@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.config import CacheConfig, EngineConfig
 from jaxserve.engine.device.buckets import Buckets, make_buckets
@@ -23,6 +24,7 @@ from jaxserve.engine.startup.choices.pool_size import (
 )
 from jaxserve.models.fused import param_bytes
 from jaxserve.pallas_kernels import get_backend, skips_columns
+from jaxserve.pallas_kernels.backends import platform_backend
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 
 # Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
@@ -144,11 +146,22 @@ def _weights(kernels: Kernels) -> int:
     )
 
 
+def _widened(kernels: Kernels, tokens: int) -> int:
+    """Bytes on each device of a quantised projection that steps of so many tokens write out."""
+    shape, least = kernels.model.config, platform_backend().widened_rows
+    if shape.quantization is None or least is None or tokens < least:
+        return 0
+    widest = shape.d_model * shape.d_ff // kernels.model.shards
+    return widest * jnp.dtype(kernels.model.activations).itemsize
+
+
 def _other_work(kernels: Kernels, buckets: Buckets, *, moves: bool) -> int:
-    """Bytes on each device that hidden caches, and moves of caches, need beside the pool."""
+    """Bytes on each device that hidden caches, moves of caches and quantised weights need beside
+    the pool."""
     model, dtype = kernels.model, kernels.cache_dtype
     heads = kernels.pool_heads // model.shards
     moving = moving_workspace(moves, model.config, dtype, heads)
+    moving += _widened(kernels, max(buckets.tokens, default=0))
     if not buckets.hidden:
         return moving
     # Chunks of prompts project, however decodes are read: over a mesh one request after another.

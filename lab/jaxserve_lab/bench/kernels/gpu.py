@@ -4,7 +4,7 @@
     jaxserve bench gpu --json_file=gpu.json --markdown=gpu.md
 
 Checks every kernel against its reference; times kernels, products with quantised weights and
-mixtures of experts; tries decode attention by other backends, which are used only by name; then
+mixtures of experts; tries attention by other backends; then
 runs OPT-13B, Llama-3-8B and Qwen3-30B-A3B with random weights: decode steps against their byte
 floors with both kinds of cache, and quantised, and the engine's throughput. --sections selects some
 of these. Sections that would start too late are left out and reported; a failing section does not
@@ -20,7 +20,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -36,9 +36,10 @@ from jaxserve_lab.bench.kernels.end_to_end import StepSize, decode_steps, throug
 from jaxserve_lab.bench.kernels.gpu_outcome import MINUTES, Outcome, Plan
 from jaxserve_lab.bench.kernels.gpu_report import page
 from jaxserve_lab.bench.kernels.gpu_rivals import run_trials
+from jaxserve_lab.bench.kernels.kernel_cases import narrowed
 from jaxserve_lab.bench.kernels.kernel_checks import Check, check_kernels
 from jaxserve_lab.bench.kernels.mixtures import check_mixtures, time_mixtures
-from jaxserve_lab.bench.kernels.products import check_products, time_products
+from jaxserve_lab.bench.kernels.products import check_contenders, check_products, time_products
 
 LAST_START = 0.75  # of the minutes; later sections would not end in time
 
@@ -101,7 +102,7 @@ def _sections(plan: Plan) -> dict[str, Section]:
         "kernels": _kernels,
         "products": _products,
         "mixtures": _mixtures,
-        "decodes by others": _trials,
+        "attention by others": _trials,
         **steps,
         "throughput": _throughput,
     }
@@ -131,7 +132,8 @@ def run(plan: Plan, tell: Tell, only: Sequence[str] = ()) -> Outcome:
 
 def _checks(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     checks = check_kernels(plan.backend, plan.dtypes, plan.shapes)
-    for check in chain(checks, check_products(plan.formats)):
+    products = check_products(plan.formats), check_contenders(plan.contenders, plan.formats)
+    for check in chain(checks, *products):
         _checked(check, outcome, tell)
 
 
@@ -146,8 +148,7 @@ def _kernels(plan: Plan, outcome: Outcome, tell: Tell) -> None:
     arguments = plan.backend, plan.matrix, tell
     outcome.ceilings, outcome.kernels = kernels.run(plan.models, plan.workload, *arguments)
     for dtype in plan.caches:
-        # Pools of equal bytes: Pallas-Triton cannot index 8-bit ones between 2 and 4 GiB.
-        work = replace(plan.workload, dtype=dtype, layers=2 * plan.workload.layers)
+        work = narrowed(plan.workload, dtype)
         names = ("decode attention", "prefill attention")
         run = partial(kernels.run, ceilings=outcome.ceilings, only=names)
         outcome.kernels += run(plan.models, work, *arguments)[1]
@@ -162,13 +163,16 @@ def _ceilings(plan: Plan, outcome: Outcome) -> kernels.Ceilings:
 
 
 def _products(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    def found(one: kernels.Measured) -> None:
-        outcome.products.append(one)
+    def found(into: list[kernels.Measured], one: kernels.Measured) -> None:
+        into.append(one)
         tell(kernels.line(one))
 
-    arguments = plan.formats, plan.rows, plan.workload.dtype, _ceilings(plan, outcome)
+    given = plan.workload.dtype, _ceilings(plan, outcome)
     for model in plan.models:
-        time_products(model, *arguments, found)
+        time_products(model, plan.formats, plan.rows, *given, partial(found, outcome.products))
+    for model in plan.models:
+        tell_of = partial(found, outcome.contended)
+        time_products(model, plan.formats, plan.many_rows, *given, tell_of, plan.contenders)
 
 
 def _mixtures(plan: Plan, outcome: Outcome, tell: Tell) -> None:
@@ -184,7 +188,7 @@ def _mixtures(plan: Plan, outcome: Outcome, tell: Tell) -> None:
 
 
 def _trials(plan: Plan, outcome: Outcome, tell: Tell) -> None:
-    arguments = (plan.rivals, plan.models, plan.workload, outcome.kernels)
+    arguments = (plan.rivals, plan.models, plan.workload, plan.caches, outcome.kernels)
     outcome.trials += run_trials(*arguments, dtypes=plan.dtypes, shapes=plan.shapes, tell=tell)
 
 

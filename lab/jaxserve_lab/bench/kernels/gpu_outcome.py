@@ -12,7 +12,7 @@ from jaxserve_lab.bench.kernels.kernel_cases import Workload
 from jaxserve_lab.bench.kernels.kernel_checks import HEADS, LIMITS, Check
 from jaxserve_lab.bench.kernels.kernel_inputs import Heads
 from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured
-from jaxserve_lab.bench.kernels.products import FORMATS
+from jaxserve_lab.bench.kernels.products import CONTENDERS, FORMATS
 
 MINUTES = 9.0
 _LLAMA = StepSize("llama-3-8b", context=2048)
@@ -40,12 +40,14 @@ class Plan:
         caches: Dtypes of other pools with which attention over K and V is timed.
         formats: Formats of quantised weights whose products are checked, and timed with `rows`.
         rows: Rows of the timed products.
+        contenders: Of `products.CONTENDERS`, also checked, and timed with `many_rows`.
+        many_rows: See there.
         mixtures: Presets whose mixtures of experts are timed.
         tokens: Tokens of the timed mixtures.
         matrix: Side of the square matrices for the ceilings.
         steps: The timed decode steps.
         load: The throughput run.
-        rivals: Other backends whose decode attention is tried.
+        rivals: Other backends whose attention is tried.
         minutes: Time limit for everything.
     """
 
@@ -57,6 +59,8 @@ class Plan:
     caches: tuple[str, ...] = ("int8", FLOAT8)
     formats: tuple[str, ...] = FORMATS
     rows: tuple[int, ...] = (1, 64, 2048)
+    contenders: tuple[str, ...] = tuple(CONTENDERS)
+    many_rows: tuple[int, ...] = (512, 1024, 2048)
     mixtures: tuple[str, ...] = ("qwen3-30b-a3b", "mixtral-8x7b")
     tokens: tuple[int, ...] = (1, 16, 64, 256, 2048)
     matrix: int = 8192
@@ -76,6 +80,7 @@ class Outcome:
         ceilings: The device's best rates; None until measured.
         kernels: The kernels' times.
         products: Times of products with quantised weights, with the format as dtype.
+        contended: The same by each contender.
         mixtures: Times of a layer's mixture of experts.
         trials: Trials of other backends.
         steps: Times of decode steps.
@@ -90,6 +95,7 @@ class Outcome:
     ceilings: Ceilings | None = None
     kernels: list[Measured] = field(default_factory=list)
     products: list[Measured] = field(default_factory=list)
+    contended: list[Measured] = field(default_factory=list)
     mixtures: list[Measured] = field(default_factory=list)
     trials: list[Trial] = field(default_factory=list)
     steps: list[StepTime] = field(default_factory=list)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -55,6 +55,14 @@ class Workload:
         return max(decode, prompt, 2 * -(-self.moves // self.block_size) + 1)
 
 
+def narrowed(work: Workload, dtype: str) -> Workload:
+    """The workload with a pool of this dtype; if that has 8 bits instead of 16, twice as many
+    layers: Pallas-Triton cannot index pools of 8 bits between 2 and 4 GiB."""
+    if dtype == work.dtype:
+        return work
+    return replace(work, dtype=dtype, layers=2 * work.layers)
+
+
 @dataclass(frozen=True)
 class KernelCase:
     """One kernel to time.
@@ -78,7 +86,7 @@ def cases(heads: Heads, work: Workload, backend: str) -> Iterator[KernelCase]:
     """Every kernel that a model with these heads can use."""
     yield decode_case(heads, work, backend)
     yield _drafts(heads, work, backend)
-    yield _prefill(heads, work, backend)
+    yield prefill_case(heads, work, backend)
     if heads.offers_hidden:
         yield from _hidden(heads, work, backend)
     yield _write(heads, work, backend)
@@ -165,7 +173,8 @@ def _drafts(heads: Heads, work: Workload, backend: str) -> KernelCase:
     )
 
 
-def _prefill(heads: Heads, work: Workload, backend: str) -> KernelCase:
+def prefill_case(heads: Heads, work: Workload, backend: str) -> KernelCase:
+    """Attention of a prompt of `work.prefill` tokens."""
     tokens = work.prefill
     return _attention(
         "prefill attention",

@@ -85,14 +85,15 @@ def at_once(check: Callable[[Any], Iterable[Check]], cases: Iterable[Any]) -> It
             yield from checks
 
 
-def check_decodes(
+def check_paged(
     backend: str, dtypes: Sequence[str] = tuple(LIMITS), shapes: Sequence[Heads] = HEADS
 ) -> Iterator[Check]:
-    """The checks of `check_kernels` that are decode attention over K and V."""
+    """Checks of attention over K and V: the decodes of `check_kernels`, and chunks that are long
+    enough for kernels with large tiles."""
     for heads in shapes:
         for dtype in dtypes:
-            arguments = backend, heads, dtype
-            yield from _checked(KV, _decodes(*arguments), *arguments)
+            given = backend, heads, dtype
+            yield from _checked(KV, chain(_decodes(*given), _long_chunks(*given)), *given)
 
 
 def _checked(
@@ -134,6 +135,7 @@ class Run(NamedTuple):
 DECODES = (Row(1), Row(17, direction=RIGHT), Row(300), Row(16), Row(129, direction=RIGHT))
 DRAFTS = (Row(200, 8), Row(33, 2, direction=RIGHT), Row(5, 4))
 CHUNKS = (Row(40, 40), Row(150, 21, direction=RIGHT))
+LONG_CHUNKS = (Row(150, 150), Row(310, 140, direction=RIGHT))
 CUT: dict[str, Any] = {"sliding_window": 33, "soft_cap": 5.0}
 
 
@@ -141,6 +143,11 @@ def _decodes(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
     yield Run("decode attention", *_paged(backend, heads, dtype, DECODES))
     cut = _paged(backend, heads, dtype, DECODES, **CUT)
     yield Run("decode attention, window and cap", *cut)
+
+
+def _long_chunks(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:
+    rows = (*DECODES, *LONG_CHUNKS)
+    yield Run("prefill attention, long chunks", *_paged(backend, heads, dtype, rows))
 
 
 def _kv(backend: str, heads: Heads, dtype: str) -> Iterator[Run]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxserve.models.quantized import (
     quantized_dot,
 )
 from jaxserve.models.registry import get_family
+from jaxserve.pallas_kernels.gpu_triton import grouped
 from jaxserve.weights import load_params
 from jaxserve.weights.quantize import quantize
 from jaxserve_lab.bench.kernels import kernel_inputs as inputs
@@ -32,6 +34,11 @@ from jaxserve_lab.bench.kernels.kernels import Ceilings, Measured, measured
 # As in `model.quantization`, or GGML's name of blocks that stay as stored.
 FORMATS = ("int8", "int8:group=128", "int4", "int4:group=32,zero", "fp8", "Q8_0", "Q4_1")
 ROWS = (1, 16, 64, 128, 512)  # decodes, and a prompt
+# How products with stored weights can be computed; the engine chooses by their rows.
+CONTENDERS: dict[str, Callable[..., jax.Array]] = {
+    "kernel": grouped.by_kernel,
+    "library": grouped.by_library,
+}
 SHAPE = (1024, 512)  # inputs and outputs of the checks
 LAYERS = 4  # their weights take turns, so that none is in a cache
 
@@ -63,6 +70,36 @@ def check_products(
     return at_once(one, cases)
 
 
+def check_contenders(
+    contenders: Sequence[str],
+    formats: Sequence[str] = FORMATS,
+    dtype: str = "bfloat16",
+    count: int = ROWS[-1],
+) -> Iterator[Check]:
+    """Checks each of `CONTENDERS` that takes a format, as `check_products`."""
+
+    def one(case: tuple[str, str]) -> list[Check]:
+        name, contender = case
+        weights = _weights(name)
+        if not _takes(contender, weights):
+            return []
+        x = inputs.host_vectors((count, SHAPE[0]), jnp.dtype(dtype), 1)
+        run = jax.jit(functools.partial(CONTENDERS[contender], dtype=dtype))
+        got = run(x, weights.q, weights.scale, weights.zero)
+        wide = np.asarray(dequantize(weights, jnp.float32)).astype(np.float64)
+        error = relative_error(got, np.asarray(x).astype(np.float64) @ wide)
+        what = f"product by {contender}, {name}"
+        return [Check(what, f"{count} rows", dtype, error, LIMITS[dtype])]
+
+    return at_once(one, [(name, contender) for name in formats for contender in contenders])
+
+
+def _takes(contender: str, weights: Quantized) -> bool:
+    """Whether a contender takes such weights: none adds minimums, and the kernel is for groups."""
+    groups = weights.scale.shape[0] > 1 or weights.zero is not None
+    return weights.minimum is None and (groups or contender != "kernel")
+
+
 def _weights(name: str) -> Quantized:
     """Random weights; if there are minimums, they are large enough to matter."""
     scheme = quantization(name).scheme
@@ -81,6 +118,7 @@ def time_products(
     dtype: str,
     ceilings: Ceilings,
     tell: Callable[[Measured], None],
+    contenders: Sequence[str] = ("",),
 ) -> None:
     """Times a feed-forward layer's products up and down, its largest, one after the other.
 
@@ -91,18 +129,22 @@ def time_products(
         dtype: Dtype of x and of unquantised weights.
         ceilings: The device's best rates.
         tell: Called with each measurement.
+        contenders: Of `CONTENDERS`, by whom to compute them, without `dtype` itself; "" for what
+            the engine chooses.
     """
     config = dataclasses.replace(inputs.model_config(model), num_layers=LAYERS)
     family = get_family(config.family)
-    for name in (dtype, *formats):
+    for name in (dtype, *formats) if "" in contenders else formats:
         stored = None if name == dtype else quantization(name)
         shape = dataclasses.replace(config, quantization=stored)
         params = load_params(
             None, family, shape, dtype=jnp.dtype(dtype), load_format="random"
         ).layers
         layers = [_up_and_down(layer) for layer in params]
-        for count in rows:
-            case = _case(layers, count, config.d_model, config.d_ff, dtype)
+        for count, contender in itertools.product(rows, contenders):
+            if contender and not all(_takes(contender, one.kernel) for one in layers[0]):
+                continue
+            case = _case(layers, count, config.d_model, config.d_ff, dtype, contender)
             timing = measure(case.make(None))
             host = timing.host_seconds / LAYERS
             timing = Timing(timing.seconds / LAYERS, timing.clock, host)
@@ -117,13 +159,24 @@ def _up_and_down(layer: Any) -> tuple[Linear, Linear]:
 
 
 def _case(
-    layers: list[tuple[Linear, Linear]], rows: int, width: int, wider: int, dtype: str
+    layers: list[tuple[Linear, Linear]],
+    rows: int,
+    width: int,
+    wider: int,
+    dtype: str,
+    contender: str,
 ) -> KernelCase:
+    def product(x: jax.Array, part: Linear) -> jax.Array:
+        if not contender:
+            return linear(x, part, None)
+        w = part.kernel
+        return CONTENDERS[contender](x, w.q, w.scale, w.zero, dtype=x.dtype)
+
     def step(i: jax.Array, x: jax.Array, layers: list[tuple[Linear, Linear]]) -> jax.Array:
         # Otherwise weights could be dequantised once, before the loop.
         x, layers = jax.lax.optimization_barrier((x, layers))
         for up, down in layers:
-            x = linear(linear(x, up, None), down, None)
+            x = product(product(x, up), down)
         wide = x.astype(jnp.float32)  # otherwise it would grow from call to call
         return (wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True))).astype(dtype)
 
@@ -133,4 +186,5 @@ def _case(
     weights = sum(part.nbytes for part in jax.tree.leaves(layers[0]))
     moved = weights + 2 * rows * (width + wider) * jnp.dtype(dtype).itemsize
     shape = f"{rows} x {width} x {wider}"
-    return KernelCase("up and down", shape, moved, 4 * rows * width * wider, make)
+    name = f"up and down by {contender}" if contender else "up and down"
+    return KernelCase(name, shape, moved, 4 * rows * width * wider, make)
