@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.typing import DTypeLike
 
+from jaxserve.pallas_kernels.batch import KV
+
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
@@ -201,6 +203,8 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "triton": ("gpu_triton.backend", "BACKEND"),
     "tpu": ("tpu.backend", "BACKEND"),
     "mosaic-gpu": ("gpu_mosaic.backend", "BACKEND"),
+    "mosaic-gpu-decodes": ("gpu_mosaic.backend", "DECODES_BACKEND"),
+    "mosaic-gpu-prompts": ("gpu_mosaic.backend", "PROMPTS_BACKEND"),
     "triton-interpret": ("gpu_triton.backend", "INTERPRET_BACKEND"),
     "mosaic-gpu-interpret": ("gpu_mosaic.backend", "INTERPRET_BACKEND"),
     "tpu-interpret": ("tpu.backend", "INTERPRET_BACKEND"),
@@ -212,13 +216,42 @@ _DETERMINISTIC = {
     for name, (module, attribute) in BACKENDS.items()
     if module in ("gpu_triton.backend", "tpu.backend")
 }
-# Platforms of backends that do not run everywhere. "auto" takes the first that fits, so never
-# mosaic-gpu; `jaxserve bench gpu` measures which of the two decodes faster.
-PLATFORMS = {"triton": "gpu", "tpu": "tpu", "mosaic-gpu": "gpu", "numba": "cpu"}
+
+
+class Rivals(NamedTuple):
+    """Names of backends with other kernels for the same pools.
+
+    Attributes:
+        decodes: With other kernels for steps of decodes alone.
+        prompts: With others for chunks of prompts.
+        both: With both.
+    """
+
+    decodes: str
+    prompts: str
+    both: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(self)
+
+
+# Those that a start measures where "auto" stands for the first.
+RIVALS = {"triton": Rivals("mosaic-gpu-decodes", "mosaic-gpu-prompts", "mosaic-gpu")}
+_DETERMINISTIC |= {
+    f"{name}-deterministic": _DETERMINISTIC[f"{usual}-deterministic"]
+    for usual, others in RIVALS.items()
+    for name in others.names
+}
+# Platforms of backends that do not run everywhere. "auto" takes the first that fits, or one of its
+# rivals.
+PLATFORMS = {"triton": "gpu", "tpu": "tpu", "numba": "cpu"}
+PLATFORMS |= {name: PLATFORMS[usual] for usual, others in RIVALS.items() for name in others.names}
 # Required compute capability: Ampere or later; only Hopper for kernels with wgmma.
 CAPABILITIES: dict[str, tuple[float, float | None]] = {
     "triton": (8.0, None),
-    "mosaic-gpu": (9.0, 9.0),
+    **dict.fromkeys(RIVALS["triton"].names, (9.0, 9.0)),
 }
 
 
@@ -239,6 +272,14 @@ def resolve_backend(name: str) -> str:
     if name not in BACKENDS:
         raise ValueError(f"backend: must be auto or one of {sorted(BACKENDS)}, got {name!r}")
     return name
+
+
+def rivals(usual: str, shape: KernelShape) -> Rivals | None:
+    """The rivals of a backend, if the first device runs them and they support the shape."""
+    found = RIVALS.get(usual)
+    if found is None or _misplaced(found.both) is not None:
+        return None
+    return found if get_backend(found.both).supports(KV, shape) is None else None
 
 
 def deterministic_backend(name: str) -> str | None:

@@ -141,9 +141,10 @@ class EngineConfig:
     Attributes:
         max_model_len: Most prompt and output tokens of a request. 0: what the model was trained
             for.
-        attention_backend: auto (triton on NVIDIA GPUs from sm_80 up, tpu on TPUs, numba on CPUs
-            that have it, else xla) | xla | numba | triton | tpu | mosaic-gpu (Hopper: as triton,
-            except for decodes; use it if `jaxserve bench gpu` finds it faster). triton-interpret,
+        attention_backend: auto (triton on NVIDIA GPUs from sm_80 up, or on Hopper what the start
+            measures to be faster; tpu on TPUs, numba on CPUs that have it, else xla) | xla | numba
+            | triton | tpu | mosaic-gpu (Hopper: as triton, except for decodes and prompts) |
+            mosaic-gpu-decodes, mosaic-gpu-prompts (except for these alone). triton-interpret,
             tpu-interpret and mosaic-gpu-interpret run anywhere, very slowly, for tests.
         row_buckets: Numbers of rows for which decode steps are compiled, ascending. Empty: powers
             of two, then steps of 256.

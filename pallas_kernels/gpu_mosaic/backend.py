@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,26 @@ _NO_SINKS = "its kernels know no attention sinks"
 SMALL_BLOCKS = (8, 16, 32)  # larger blocks consist of whole tiles
 
 
-def _takes(kind: prefill.Kind, batch: AttentionBatch, dtype: DTypeLike, window: int | None) -> bool:
+class Ours(NamedTuple):
+    """What the kernels here are used for; Triton's for the rest.
+
+    Attributes:
+        decodes: Steps of decodes alone.
+        prompts: Chunks of prompts.
+    """
+
+    decodes: bool = True
+    prompts: bool = True
+
+
+def _takes(
+    kind: prefill.Kind, batch: AttentionBatch, dtype: DTypeLike, window: int | None, ours: Ours
+) -> bool:
     """Whether chunks of a kind are for the kernel here: those of a few tokens, and steps of few,
     would fill little of its tiles, a window cuts off the start of the context, too, and numbers of
     8 bits would be converted again for each tile of queries."""
     large = kind.most > QUERIES and batch.max_tokens >= QUERIES
-    return large and window is None and jnp.dtype(dtype).itemsize == 2
+    return ours.prompts and large and window is None and jnp.dtype(dtype).itemsize == 2
 
 
 def plan(
@@ -48,10 +62,11 @@ def plan(
     *,
     sliding_window: int | None,
     decode_only: bool,
+    ours: Ours,
 ) -> Any:
     """See `backends.Backend.plan`."""
     geometry = Geometry.of(shape)
-    if kind == KV and decode_only:
+    if kind == KV and decode_only and ours.decodes:
         return plan_decode(batch, geometry, sliding_window=sliding_window)
     found = backend.plan(
         kind,
@@ -62,12 +77,12 @@ def plan(
         sliding_window=sliding_window,
         decode_only=decode_only,
     )
-    if not isinstance(found, backend.PagedPlan):
+    if decode_only or not isinstance(found, backend.PagedPlan):
         return found
     kinds = zip(prefill.kinds(batch), found.chunks, strict=True)
     chunks = tuple(
         plan_prefill(batch, geometry, num_heads, kind)
-        if _takes(kind, batch, dtype, sliding_window)
+        if _takes(kind, batch, dtype, sliding_window, ours)
         else theirs
         for kind, theirs in kinds
     )
@@ -82,6 +97,7 @@ def attend(
     plan: Any,
     *,
     decode_only: bool,
+    ours: Ours,
     sinks: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
@@ -89,16 +105,18 @@ def attend(
     if sinks is not None:
         raise ValueError(f"sinks: {_NO_SINKS}")
     given = q, pool, layer, batch
-    if decode_only:
+    if decode_only and ours.decodes:
         return paged_decode(*given, plan, **options)
+    if decode_only:
+        return triton_decode.paged_decode(*given, plan.decode, decode_only=True, **options)
     kinds = list(zip(prefill.kinds(batch), plan.chunks, strict=True))
     window, out = options["scoring"].sliding_window, None
     for kind, work in kinds:
-        if _takes(kind, batch, pool.dtype, window):
+        if _takes(kind, batch, pool.dtype, window, ours):
             out = paged_prefill(*given, work, **options)
     out = triton_decode.paged_decode(*given, plan.decode, decode_only=False, out=out, **options)
     for kind, work in kinds:
-        if not _takes(kind, batch, pool.dtype, window):
+        if not _takes(kind, batch, pool.dtype, window, ours):
             out = prefill.paged_prefill(out, *given, work, kind, **options)
     return out
 
@@ -127,14 +145,16 @@ def supports(kind: int, shape: KernelShape) -> str | None:
     return missing()
 
 
-def _backend(of_the_rest: Backend, *, interpret: bool) -> Backend:
+def _backend(of_the_rest: Backend, ours: Ours, *, interpret: bool) -> Backend:
     return dataclasses.replace(
         of_the_rest,
-        attend=functools.partial(attend, interpret=interpret),
+        attend=functools.partial(attend, ours=ours, interpret=interpret),
         supports=supports,
-        plan=plan,
+        plan=functools.partial(plan, ours=ours),
     )
 
 
-BACKEND = _backend(backend.BACKEND, interpret=False)
-INTERPRET_BACKEND = _backend(backend.INTERPRET_BACKEND, interpret=True)
+BACKEND = _backend(backend.BACKEND, Ours(), interpret=False)
+DECODES_BACKEND = _backend(backend.BACKEND, Ours(prompts=False), interpret=False)
+PROMPTS_BACKEND = _backend(backend.BACKEND, Ours(decodes=False), interpret=False)
+INTERPRET_BACKEND = _backend(backend.INTERPRET_BACKEND, Ours(), interpret=True)

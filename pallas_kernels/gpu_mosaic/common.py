@@ -87,7 +87,14 @@ def plan(batch: AttentionBatch, geometry: Geometry, *, sliding_window: int | Non
 def each_piece(
     batch: BatchRefs, shares: Shares, options: Options, body: Callable[[Piece], None]
 ) -> None:
-    """Runs a body for every piece of the program."""
+    """Runs a body for every piece of the program.
+
+    Args:
+        batch: The batch's refs.
+        shares: The work of all programs, as refs.
+        options: The kernel's options.
+        body: Takes the piece.
+    """
 
     def one(segment: Segment) -> None:
         row = segment.item

@@ -32,7 +32,13 @@ from jaxserve.pallas_kernels.pool import Pool, read_as
 
 @dataclasses.dataclass(frozen=True)
 class Options(common.Options):
-    """The options of all kernels."""
+    """The options of all kernels.
+
+    Attributes:
+        decode_only: T == R, and token i is row i's only token.
+        sinks: Whether there are sinks.
+        in_place: Whether there is an output so far.
+    """
 
     decode_only: bool
     sinks: bool

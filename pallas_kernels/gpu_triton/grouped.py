@@ -109,7 +109,15 @@ def by_library(
     x: jax.Array, q: jax.Array, scale: jax.Array, zero: jax.Array | None, *, dtype: DTypeLike
 ) -> jax.Array:
     """The product with weights that are written out in x's dtype: the same numbers as in the
-    kernel, in another order of sums. Arguments as for `quantized_matmul`; dtype: of the result."""
+    kernel, in another order of sums.
+
+    Args:
+        x: [T, in].
+        q: The stored numbers, see `quantized_matmul`.
+        scale: [groups, out].
+        zero: int8 [groups, out], or None.
+        dtype: Of the result.
+    """
     inputs, halves = x.shape[1], x.shape[1] // q.shape[0]
     parts = [q.astype(x.dtype)] if halves == 1 else _halves(q, x.dtype)
     wide = jnp.stack(parts, axis=1).reshape(*scale.shape[:1], -1, q.shape[1])
@@ -131,11 +139,11 @@ def by_kernel(
     dtype: DTypeLike,
     interpret: bool = False,
 ) -> jax.Array:
-    """The product by the kernel. Arguments as for `quantized_matmul`.
+    """The product by the kernel.
 
     Args:
         x: [T, in].
-        q: The stored numbers.
+        q: The stored numbers, see `quantized_matmul`.
         scale: [groups, out].
         zero: int8 [groups, out], or None.
         dtype: Of the result.

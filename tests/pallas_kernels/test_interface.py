@@ -30,6 +30,7 @@ from jaxserve.pallas_kernels import (
     stage_out,
     write,
 )
+from jaxserve.pallas_kernels.backends import deterministic_backend
 from jaxserve.pallas_kernels.gpu_mosaic.common import missing
 from jaxserve.pallas_kernels.pool import ScaledPool
 from tests.pallas_kernels.batches import Shape, make_batch, make_projection, vectors
@@ -182,7 +183,7 @@ def test_backends_are_imported_when_chosen(name: str) -> None:
 
 
 @pytest.mark.parametrize("capability", ["8.0", "10.0"])
-def test_mosaic_gpu_is_for_hopper_and_never_taken_unasked(
+def test_mosaic_gpu_is_for_hopper_and_only_a_rival(
     monkeypatch: pytest.MonkeyPatch, capability: str
 ) -> None:
     monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
@@ -190,7 +191,13 @@ def test_mosaic_gpu_is_for_hopper_and_never_taken_unasked(
     monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", "9.0")])
     assert select_backend("mosaic-gpu", (KV,), half) == ("mosaic-gpu", None)
     assert select_backend("auto", (KV,), half) == ("triton", None)
+    found = backends.rivals("triton", half)
+    assert found is not None and set(found.names) <= set(BACKENDS)
+    assert all(deterministic_backend(name) for name in found.names)  # by Triton's kernels
+    assert backends.rivals("triton", dataclasses.replace(half, sinks=True)) is None
+    assert backends.rivals("tpu", half) is None
     monkeypatch.setattr(jax, "devices", lambda: [Device("gpu", capability)])
+    assert backends.rivals("triton", half) is None
     with pytest.raises(ValueError, match=rf"capability 9\.0, this one has {capability}"):
         select_backend("mosaic-gpu", (KV,), half)
 

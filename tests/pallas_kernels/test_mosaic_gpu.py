@@ -115,6 +115,28 @@ def test_which_chunks_it_takes(
 
 
 @pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("mosaic-gpu", (True, True)),
+        ("mosaic-gpu-decodes", (True, False)),
+        ("mosaic-gpu-prompts", (False, True)),
+    ],
+)
+def test_either_kind_of_step_can_be_tritons(name: str, ours: tuple[bool, bool]) -> None:
+    shape = dataclasses.replace(PROMPTS.shape, tokens=128)
+    pool = jax.ShapeDtypeStruct((1, shape.blocks, 1, 32, 64), "bfloat16")
+    steps = (PAGES.shape, True), (shape, False)
+    for (sized, decode_only), mine in zip(steps, ours, strict=True):
+        batch = (edges.edges_of_blocks if decode_only else edges.prompt)(sized, KV)
+        plans = [
+            plan_attention(pool, batch, 2, decode_only=decode_only, backend=one)
+            for one in (name, "triton")
+        ]
+        same = jax.tree.map(jax.numpy.shape, plans[0]) == jax.tree.map(jax.numpy.shape, plans[1])
+        assert same is not mine
+
+
+@pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"dtype": "float32"}, "dtype: must be one of .*'bfloat16', 'float16'.*, got float32"),

@@ -24,6 +24,7 @@ from jaxserve.engine.device.step_model import (
     cached_in,
     why_not_deterministic,
 )
+from jaxserve.engine.startup.choices.kernel_trials import fastest
 from jaxserve.engine.startup.choices.model_options import (
     ServedModel,
     choose_dtype,
@@ -113,6 +114,8 @@ def choose_kernels(
         shape.sinks,
     )
     backend, read = _backend(engine.attention_backend, wanted, read)
+    if engine.attention_backend == AUTO:
+        backend = fastest(backend, wanted, engine.compilation_cache_dir)
     if read and cache.hidden_read == AUTO and get_backend(backend).batch_invariant:
         read = PROJECTED  # absorbed reading has other sums than that of K and V
     suits = cached_in(platform, dtype, backend, hidden=read is not None)

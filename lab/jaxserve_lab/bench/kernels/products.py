@@ -76,7 +76,14 @@ def check_contenders(
     dtype: str = "bfloat16",
     count: int = ROWS[-1],
 ) -> Iterator[Check]:
-    """Checks each of `CONTENDERS` that takes a format, as `check_products`."""
+    """Checks products as `check_products`, by each contender that takes a format.
+
+    Args:
+        contenders: Of `CONTENDERS`.
+        formats: Formats of the weights.
+        dtype: Dtype of x.
+        count: Rows of x.
+    """
 
     def one(case: tuple[str, str]) -> list[Check]:
         name, contender = case
