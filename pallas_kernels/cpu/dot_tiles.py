@@ -209,20 +209,9 @@ class _Tile:
             for n in range(outputs)
         ]
         sums = [[cgutils.alloca_once_value(builder, nothing) for _ in lines] for _ in x_rows]
-        # Prefetches in the order of memory, which is fastest: a tile ahead if several outputs are
-        # read at once.
-        far = (
-            vectors.constant(AHEAD)
-            if outputs == 1
-            else builder.mul(weights_row, vectors.constant(outputs))
-        )
-        ahead = builder.add(weights, far)
 
         def step(index: Any, count: Any) -> None:
-            for n in () if wide else range(outputs):
-                vectors.fetch(
-                    builder, vectors.moved(builder, ahead, index, outputs * LINE, n * LINE), 3
-                )
+            self._fetch(index)
             size = self.streams * LINE if wide else LINE
             places = [vectors.moved(builder, line, index, size) for line in lines]
             after = (self.streams + (zeros > 0)) * LINE
@@ -252,6 +241,20 @@ class _Tile:
             with cgutils.for_range(builder, steps) as loop:
                 step(loop.index, None)
         self._store(sums, to, to_row)
+
+    def _fetch(self, index: Any) -> None:
+        """Prefetches weights, which are read as they lie in memory."""
+        builder, outputs = self.builder, self.literals[2]
+        ahead, stride = self.given[10:12]
+        if outputs == 1:
+            ahead = builder.add(self.given[2], vectors.constant(AHEAD))
+            vectors.fetch(builder, vectors.moved(builder, ahead, index, LINE), 3)
+            return
+        first = builder.add(ahead, builder.mul(index, stride))
+        last = builder.add(first, builder.sub(stride, vectors.constant(2 * LINE)))
+        for start in (first, last):  # the same lines with a stride of two
+            for line in range(2):
+                vectors.fetch(builder, builder.add(start, vectors.constant(line * LINE)), 2)
 
     def _subtract_zeros(self, here: list[Any], index: Any, count: Any, now: list[Any]) -> None:
         """Starts the sums with the negative sums of inputs times zero points."""
@@ -324,7 +327,8 @@ class _Tile:
 def tile(
     _: Any, bits: Any, rows: Any, outputs: Any, parts: Any, zeros: Any, form: Any,
     x: Any, x_row: Any, weights: Any, weights_row: Any, steps: Any, tail: Any,
-    scale: Any, zero: Any, groups: Any, a_group: Any, to: Any, to_row: Any,
+    scale: Any, zero: Any, groups: Any, a_group: Any, ahead: Any, stride: Any,
+    to: Any, to_row: Any,
 ) -> Any:  # fmt: skip
     """Products of some rows with some outputs.
 
@@ -341,6 +345,8 @@ def tile(
         scale, zero: Addresses of the first output's scales, and zero points or minimums.
         groups: Scales of an output.
         a_group: Vectors of weights that share a scale, if no vector has several.
+        ahead: Address of the weights to prefetch, if there are several outputs.
+        stride: Bytes of them for each vector: 2 or 4 * LINE.
         to: Address of the results.
         to_row: Bytes from one row of results to the next.
     """
@@ -350,4 +356,4 @@ def tile(
         _Tile(builder, literals, tuple(args[len(literals) :])).emit()
         return context.get_dummy_value()
 
-    return types.none(bits, rows, outputs, parts, zeros, form, *[types.int64] * 12), generate
+    return types.none(bits, rows, outputs, parts, zeros, form, *[types.int64] * 14), generate

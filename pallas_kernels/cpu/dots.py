@@ -1,6 +1,7 @@
 """Products of rows with weights [out, in] on CPUs, compiled by numba: all cores read the weights
-once, as they are stored, one output after the other. A tile is some rows by OUTPUTS outputs, with a
-vector of sums along the inputs for each pair. A row's sums do not depend on the number of rows:
+once for as many rows as their caches hold, as they are stored, one output after the other. A tile
+is some rows by OUTPUTS outputs, with a vector of sums along the inputs for each pair; meanwhile it
+fetches the weights of the next outputs. A row's sums do not depend on the number of rows:
 each row has the same additions in the same order. If groups of rows have weights of their own,
 [groups, out, in], weights of groups without rows are not read.
 
@@ -24,6 +25,7 @@ from jaxserve.pallas_kernels.pool import FLOAT8
 
 OUTPUTS = 4  # outputs of a tile of several rows
 TAIL = 64  # rows of no group that a share fills with zeros
+PART = 1 << 19  # bytes of rows that are multiplied at once: they fit a core's cache
 FEW = 8  # up to this many rows, the time is that of memory
 SHARE, LARGE_SHARE = 1 << 17, 1 << 19  # bytes of a share's weights, about, with few or more rows
 _FILES = (dot_tiles.__file__, pairs.__file__, vectors.__file__)
@@ -198,17 +200,13 @@ def target(
         floats: Whether weights of 8 bits are float8.
         grouped: Whether groups of rows have their own weights.
     """
-    numbers, few, lead, (stored, wide) = (
-        _numbers(bits),
-        int(bits < 16),
-        int(grouped),
-        _forms(bits, floats=floats),
-    )
+    numbers, few, lead = _numbers(bits), int(bits < 16), int(grouped)
+    stored, _ = _forms(bits, floats=floats)
     zero_size = 4 if zeros == dot_tiles.MINIMUMS else 1
     streams = numbers // (2 * vectors.LANES) if few else 1
-    # Rows of a tile: its sums must fit into registers.
-    tall = (3 if parts else 6) if pairs.has_vectors() else 1
+    tall = _tall(parts)
     after = streams + (zeros > 0)  # vectors of a row for a vector of weights
+    multiply = _multiplying(bits, parts, zeros, floats)
 
     @njit(**numba_ffi.OPTIONS)
     def plan(given: Any) -> Any:
@@ -225,65 +223,123 @@ def target(
         if count == 0:
             return
         x_row, row = depth * (4 if bits == 32 else 2), depth * bits // 8
-        alone = count == 1 or (few and count == 2)
         steps, tail = depth // numbers, depth % numbers * bits // 32
         whole = steps + (1 if tail > 0 else 0)
         a_group = (depth // groups + numbers - 1) // numbers  # vectors
-        some_row, wide_row = whole * after * LINE, whole * streams * LINE
-        memory, some_at, wide_at, done, outs = 0, 0, 0, 0, 1 if alone else OUTPUTS
+        wide_row, here_row = whole * streams * LINE, whole * after * LINE if few else x_row
+        most = max(tall, PART // here_row // tall * tall)  # rows of a part
+        outs = 1 if count == 1 or (few and count == 2) else OUTPUTS
+        memory, wide_at, here = 0, 0, x_at
         if few:
-            wanted = tall * some_row + (0 if alone else each * wide_row)
-            memory = numba_ffi.allocate((wanted + LINE) // 8)
-            some_at = (memory + LINE - 1) // LINE * LINE
-            wide_at = some_at + tall * some_row
-            for n in range(0 if alone else each):
-                dot_tiles.widen(bits, stored, at + n * row, steps, tail, wide_at + n * wide_row)
-        while done < count:
-            rows = tall if count - done >= tall else 2 if count - done >= 2 else 1
-            here, here_row = x_at + done * x_row, x_row
+            memory = numba_ffi.allocate(
+                (OUTPUTS * wide_row + min(most, count) * here_row + LINE) // 8
+            )
+            wide_at = (memory + LINE - 1) // LINE * LINE
+            here = wide_at + OUTPUTS * wide_row
+        for start in range(0, count, most):
+            rows = min(most, count - start)
             if few:
                 for r in range(rows):
-                    dot_tiles.part(
-                        bits, zeros, here + r * x_row, steps, tail, some_at + r * some_row
-                    )
-                here, here_row = some_at, some_row
+                    from_at = x_at + (start + r) * x_row
+                    dot_tiles.part(bits, zeros, from_at, steps, tail, here + r * here_row)
+            else:
+                here = x_at + start * x_row
             for m in range(0, each, outs):
                 n = min(m, each - outs)
-                to, to_row = out_at + 4 * (done * outputs + n), 4 * outputs
-                scales, zs = scale_at + 4 * n * groups, zero_at + zero_size * n * groups
-                there, there_row = (at, row) if alone or not few else (wide_at, wide_row)
-                there += n * there_row
-                if few and count == 2:
-                    dot_tiles.tile(
-                        bits, 2, 1, parts, zeros, stored, here, here_row, there, there_row, steps,
-                        tail, scales, zs, groups, a_group, to, to_row,
-                    )  # fmt: skip
-                elif count == 1:
-                    dot_tiles.tile(
-                        bits, 1, 1, parts, zeros, stored, here, 0, there, there_row, steps, tail,
-                        scales, zs, groups, a_group, to, to_row,
-                    )  # fmt: skip
-                elif rows == 1:
-                    dot_tiles.tile(
-                        bits, 1, OUTPUTS, parts, zeros, wide, here, 0, there, there_row, steps,
-                        tail, scales, zs, groups, a_group, to, to_row,
-                    )  # fmt: skip
-                elif rows == 2:
-                    dot_tiles.tile(
-                        bits, 2, OUTPUTS, parts, zeros, wide, here, here_row, there, there_row,
-                        steps, tail, scales, zs, groups, a_group, to, to_row,
-                    )  # fmt: skip
-                else:
-                    dot_tiles.tile(
-                        bits, tall, OUTPUTS, parts, zeros, wide, here, here_row, there, there_row,
-                        steps, tail, scales, zs, groups, a_group, to, to_row,
-                    )  # fmt: skip
-            done += rows
+                there, there_row = at + n * row, row
+                if few and outs > 1:
+                    for o in range(OUTPUTS):
+                        to = wide_at + o * wide_row
+                        dot_tiles.widen(bits, stored, there + o * row, steps, tail, to)
+                    there, there_row = wide_at, wide_row
+                multiply(
+                    rows, outs, here, here_row, there, there_row, steps, tail,
+                    scale_at + 4 * n * groups, zero_at + zero_size * n * groups, groups, a_group,
+                    at + min(m + outs, each - outs) * row, out_at + 4 * (start * outputs + n),
+                    4 * outputs,
+                )  # fmt: skip
         if few:
             numba_ffi.free(memory)
 
     name = f"jaxserve_dots_{bits}{'_float' if floats else ''}_{parts}{_BESIDE[zeros]}"
-    return numba_ffi.register(f"{name}{'_grouped' * grouped}", plan, share, __file__, *_FILES)
+    name += "_grouped" if grouped else ""
+    return numba_ffi.register(name, plan, share, __file__, *_FILES, parts=(multiply,))
+
+
+def _tall(parts: int) -> int:
+    """Rows of the largest tile: its sums must fit into registers."""
+    return (3 if parts else 6) if pairs.has_vectors() else 1
+
+
+def _multiplying(bits: int, parts: int, zeros: int, floats: bool) -> Any:
+    """A jitted function that multiplies rows with the weights of `outs` outputs: OUTPUTS, or 1 if
+    there are no more than two rows. For its other arguments see `dot_tiles.tile`; ahead: address of
+    the weights to fetch meanwhile."""
+    few, (stored, wide) = int(bits < 16), _forms(bits, floats=floats)
+    tall = _tall(parts)
+    middle, low = max(1, tall * 2 // 3), max(1, tall // 3)
+
+    @njit(**numba_ffi.INLINE)
+    def multiply(
+        count: int, outs: int, x: int, x_row: int, weights: int, weights_row: int, steps: int,
+        tail: int, scale: int, zero: int, groups: int, a_group: int, ahead: int, to: int,
+        to_row: int,
+    ) -> None:  # fmt: skip
+        done, half, stride = 0, 0, 4 * LINE
+        while done < count:
+            rows = _height(count - done, tall)
+            if rows < count:  # one tile fetches all, or two the halves
+                stride = 2 * LINE
+            here, fetch, place = x + done * x_row, ahead + half * stride * steps, to + done * to_row
+            if outs == 1 and count == 1:
+                dot_tiles.tile(
+                    bits, 1, 1, parts, zeros, stored, here, 0, weights, weights_row, steps, tail,
+                    scale, zero, groups, a_group, fetch, stride, place, to_row,
+                )  # fmt: skip
+            elif few and outs == 1:
+                rows = 2
+                dot_tiles.tile(
+                    bits, 2, 1, parts, zeros, stored, here, x_row, weights, weights_row, steps,
+                    tail, scale, zero, groups, a_group, fetch, stride, place, to_row,
+                )  # fmt: skip
+            elif rows == 1:
+                dot_tiles.tile(
+                    bits, 1, OUTPUTS, parts, zeros, wide, here, 0, weights, weights_row, steps,
+                    tail, scale, zero, groups, a_group, fetch, stride, place, to_row,
+                )  # fmt: skip
+            elif rows == low:
+                dot_tiles.tile(
+                    bits, low, OUTPUTS, parts, zeros, wide, here, x_row, weights, weights_row,
+                    steps, tail, scale, zero, groups, a_group, fetch, stride, place, to_row,
+                )  # fmt: skip
+            elif rows == middle:
+                dot_tiles.tile(
+                    bits, middle, OUTPUTS, parts, zeros, wide, here, x_row, weights, weights_row,
+                    steps, tail, scale, zero, groups, a_group, fetch, stride, place, to_row,
+                )  # fmt: skip
+            else:
+                dot_tiles.tile(
+                    bits, tall, OUTPUTS, parts, zeros, wide, here, x_row, weights, weights_row,
+                    steps, tail, scale, zero, groups, a_group, fetch, stride, place, to_row,
+                )  # fmt: skip
+            done, half = done + rows, 1 - half
+
+    return multiply
+
+
+@njit(**numba_ffi.OPTIONS)
+def _height(left: int, tall: int) -> int:
+    """Rows of the next tile: tall, two thirds or a third of it, or 1; rather two of two thirds than
+    a tall one and a third.
+
+    Args:
+        left: Rows that are left.
+        tall: Rows of the largest tile.
+    """
+    low = tall // 3
+    if left >= tall and left % tall != low and left % tall != 2 * low:
+        return tall
+    return 2 * low if left >= 2 * low > 0 else low if left >= low > 0 else 1
 
 
 def _forms(bits: int, *, floats: bool) -> tuple[int, int]:
@@ -345,7 +401,7 @@ def _each(given: Any, bits: int) -> int:
     outputs = numba_ffi.dims(given[1], 2)[0]
     threads, size = numba_ffi.threads(), SHARE
     if count > FEW:
-        size, bits = LARGE_SHARE, max(bits, 16)  # once widened
+        size = LARGE_SHARE
     # At least two, so that a late thread finds one.
     shares = threads * max(2, outputs * depth * bits // 8 // (size * threads))
     each = (outputs + shares - 1) // shares
@@ -369,7 +425,7 @@ def _plan_groups(given: Any, bits: int) -> Any:
             used, start = used + 1, start + sizes[group]
     size = SHARE
     if start > FEW * used:
-        size, bits = LARGE_SHARE, max(bits, 16)  # once widened
+        size = LARGE_SHARE
     wanted = (2 * numba_ffi.threads() + used - 1) // max(used, 1)
     shares = max(wanted, outputs * depth * bits // 8 // size)
     each = (outputs + shares - 1) // shares

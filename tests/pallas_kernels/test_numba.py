@@ -207,7 +207,7 @@ def test_parts_of_kernels_have_names_of_their_own(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(instructions, "usable", lambda: True)
     for bits in (4, 8):
         inspect.unwrap(products.target)(bits=bits)
-    assert len(set(names)) == len(names) == 3 * 2 + 2 * 7
+    assert len(set(names)) == len(names) == 3 * 3 + 2 * 7
 
 
 USES = """

@@ -131,6 +131,20 @@ def test_floats(rows, outputs, vectors, wide, seed):
     _check(_skinny_matmul, x, [weights], left @ right.T, most)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4"])
+def test_more_rows_than_fit_the_cache(dtype):
+    """They are multiplied a part at a time, each with all outputs: every row as it is alone."""
+    inputs, few = 8192, dtype == "int4"
+    rows = 2 * dots.PART // (inputs * (4 if dtype == "float32" else 2)) + 5
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(rows, inputs)), "bfloat16" if few else dtype)
+    given = _few_bits(rng, 4, 9, inputs, inputs // 32, True)[0]
+    given = given if few else [jnp.asarray(rng.normal(size=(9, inputs)), dtype)]
+    product = jax.jit(dots.few_bits_matmul if few else _skinny_matmul)
+    alone = [product(x[r : r + 1], *given)[0] for r in range(rows)]
+    np.testing.assert_array_equal(product(x, *given), jnp.stack(alone))
+
+
 @pytest.mark.skipif(not pairs.has_pairs(), reason="the other way is the only one here")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_other_processors(bits, monkeypatch):
@@ -145,7 +159,7 @@ def test_other_processors(bits, monkeypatch):
     def run(x_at, q_at, scale_at, room, to):
         dot_tiles.part(bits, 0, x_at, steps, 0, room)
         dot_tiles.tile(
-            bits, 1, 1, 0, 0, 0, room, 0, q_at, 0, steps, 0, scale_at, 0, 1, steps, to, 4
+            bits, 1, 1, 0, 0, 0, room, 0, q_at, 0, steps, 0, scale_at, 0, 1, steps, q_at, 0, to, 4
         )
 
     monkeypatch.setattr(pairs, "has_pairs", lambda: False)
