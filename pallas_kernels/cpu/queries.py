@@ -15,7 +15,14 @@ from numba import carray, njit
 
 from jaxserve.pallas_kernels.batch import LEFT
 from jaxserve.pallas_kernels.cpu.numba_ffi import INLINE, allocate, pointer
-from jaxserve.pallas_kernels.cpu.scores import CHUNK, add_values, largest, score_keys, weigh
+from jaxserve.pallas_kernels.cpu.scores import (
+    CHUNK,
+    QUERIES,
+    add_values,
+    largest,
+    score_keys,
+    weigh,
+)
 from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES, prefetch, widened
 
 FEW = 8  # up to this many queries read the context in place
@@ -29,23 +36,24 @@ def room(queries: int, head_dim: int) -> Any:
     """The address of scratch memory for `attend`, for this many queries of one head; release it by
     `free`."""
     width = (head_dim + LANES - 1) // LANES * LANES
-    numbers = 2 * queries * width + 2 * queries + 2 * CHUNK * width + 3 * CHUNK
+    queries += QUERIES - 1  # the last ones may be none
+    numbers = 2 * queries * width + 2 * queries + 2 * CHUNK * width + (2 + QUERIES) * CHUNK
     return allocate((numbers * BYTES + LINE) // 8 + 1)
 
 
 @njit(**INLINE)
 def _parts(memory: int, queries: int, width: int) -> Any:
     """It in parts: queries and sums [queries, width]; maxima and totals [queries]; keys and values
-    [CHUNK, width]; scores [CHUNK]; factors of keys and values [2, CHUNK]. All of float32, by
-    addresses: the compiler does not see what intrinsics write into arrays of its own."""
+    [CHUNK, width]; scores [QUERIES, CHUNK]; factors of keys and values [2, CHUNK]. All of float32,
+    by addresses: the compiler does not see what intrinsics write into arrays of its own."""
     left = (memory + LINE - 1) // LINE * LINE
     sums = left + BYTES * queries * width
     keys = sums + BYTES * queries * width
     values = keys + BYTES * CHUNK * width
-    line = values + BYTES * CHUNK * width
-    factors = line + BYTES * CHUNK
+    lines = values + BYTES * CHUNK * width
+    factors = lines + BYTES * QUERIES * CHUNK
     tops = factors + 2 * BYTES * CHUNK
-    return left, sums, keys, values, line, factors, tops, tops + BYTES * queries
+    return left, sums, keys, values, lines, factors, tops, tops + BYTES * queries
 
 
 @njit(**INLINE)
@@ -83,14 +91,17 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
     """
     group, size = q.shape[1] // layer.shape[1], layer.shape[2]
     queries, width = count * group, (head_dim + LANES - 1) // LANES * LANES
+    together = 1 if queries == 1 else QUERIES  # the last of them may be none
+    room_for = (queries + together - 1) // together * together
     first_head, row = head * group, BYTES * width
-    left_at, sums_at, keys_at, values_at, line_at, factors_at, tops_at, totals_at = _parts(
-        memory, queries, width
+    left_at, sums_at, keys_at, values_at, lines_at, factors_at, tops_at, totals_at = _parts(
+        memory, room_for, width
     )
-    left, sums = _floats(left_at, queries, width), _floats(sums_at, queries, width)
+    left, sums = _floats(left_at, room_for, width), _floats(sums_at, room_for, width)
     keys, values = _floats(keys_at, CHUNK, width), _floats(values_at, CHUNK, width)
-    line, factors = _floats(line_at, 1, CHUNK)[0], _floats(factors_at, 2, CHUNK)
+    lines, factors = _floats(lines_at, QUERIES, CHUNK), _floats(factors_at, 2, CHUNK)
     tops, totals = _floats(tops_at, 1, queries)[0], _floats(totals_at, 1, queries)[0]
+    left[queries:], sums[queries:], lines[:] = np.float32(0), np.float32(0), np.float32(0)
     # The queries, scaled and padded to whole vectors; the running softmax of each: its maximum (or
     # its sink), the sum of weights, the weighted sum of values.
     for m in range(queries):
@@ -118,50 +129,86 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
             _in_order(layer, table, head, side, first, begin, end, keys, values, head_dim)
         if scales is not None:
             _scales_in_order(scales, table, head, side, first, begin, end, factors)
-        for m in range(queries):
-            at = position + m // group
-            lower = max(begin, at - window + 1) - first if window > 0 else 0
-            upper = min(end, at + 1 + ahead) - first
-            if lower >= upper:  # the query sees nothing of this chunk
-                continue
-            # Scores of the keys that it sees, LANES at a time, to `line`.
+        for some in range(0, queries, together):
+            last = min(some + together, queries) - 1
+            lower, _ = _seen(position + some // group, begin, end, first, window, ahead)
+            _, upper = _seen(position + last // group, begin, end, first, window, ahead)
+            # Scores of the keys that any of them sees, LANES at a time, to `lines`.
             for j in range(lower // LANES * LANES, upper, LANES):
-                query_at, to = left_at + m * row, line_at + BYTES * j
+                query_at, to = left_at + some * row, lines_at + BYTES * j
+                here, step = keys_at + j * row, row
                 if in_place:
                     here, step = _place(layer, table, 0, head, side, first + j)
-                    _fetch_next(layer, table, head, side, first, j, lower, upper)
-                    score_keys(layer, here, step, query_at, width, to)
+                    _fetch(layer, table, 1, head, side, first + j)
+                    if together == 1:
+                        score_keys(1, layer, here, step, query_at, row, width, to)
+                    else:
+                        score_keys(QUERIES, layer, here, step, query_at, row, width, to)
                 else:
-                    score_keys(keys, keys_at + j * row, row, query_at, width, to)
-            if scales is not None:
-                for j in range(lower, upper):
-                    line[j] *= factors[0, j]
-            if cap > 0:
-                for j in range(lower, upper):
-                    line[j] = cap * np.tanh(line[j] / cap)
-            # For a new maximum, the sums so far are rescaled.
-            top = largest(line_at, lower, upper, tops[m])
-            if top > tops[m]:
-                old = np.exp(tops[m] - top)
-                totals[m] *= old
-                for d in range(width):
-                    sums[m, d] *= old
-                tops[m] = top
-            # Scores become weights in place.
-            totals[m] += weigh(line_at, lower, upper, top)
-            if scales is not None:
-                for j in range(lower, upper):
-                    line[j] *= factors[1, j]
-            # The values, weighted, in the order of positions.
-            for part in range(lower // LANES * LANES, upper, LANES):
-                j = max(part, lower)
-                some, weights_at = min(part + LANES, upper) - j, line_at + BYTES * j
-                if in_place:
-                    here, step = _place(layer, table, 1, head, side, first + j)
-                    add_values(layer, here, step, weights_at, some, width, sums_at + m * row)
-                else:
-                    here = values_at + j * row
-                    add_values(values, here, row, weights_at, some, width, sums_at + m * row)
+                    score_keys(QUERIES, keys, here, step, query_at, row, width, to)
+            for m in range(some, last + 1):
+                line, line_at = lines[m - some], lines_at + BYTES * CHUNK * (m - some)
+                lower, upper = _seen(position + m // group, begin, end, first, window, ahead)
+                if lower >= upper:  # the query sees nothing of this chunk
+                    continue
+                if scales is not None:
+                    for j in range(lower, upper):
+                        line[j] *= factors[0, j]
+                if cap > 0:
+                    for j in range(lower, upper):
+                        line[j] = cap * np.tanh(line[j] / cap)
+                # For a new maximum, the sums so far are rescaled.
+                top = largest(line_at, lower, upper, tops[m])
+                if top > tops[m]:
+                    old = np.exp(tops[m] - top)
+                    totals[m] *= old
+                    for d in range(width):
+                        sums[m, d] *= old
+                    tops[m] = top
+                # Scores become weights in place.
+                totals[m] += weigh(line_at, lower, upper, top)
+                if scales is not None:
+                    for j in range(lower, upper):
+                        line[j] *= factors[1, j]
+            # The values, weighted, in the order of positions: those that all queries see, at once;
+            # those before and behind for each query that sees them.
+            all_lower, _ = _seen(position + last // group, begin, end, first, window, ahead)
+            _, all_upper = _seen(position + some // group, begin, end, first, window, ahead)
+            if all_lower >= all_upper:
+                all_lower, all_upper = CHUNK, CHUNK
+            for stage in range(3):
+                for m in range(some, some + 1 if stage == 1 else last + 1):
+                    lower, upper = _seen(position + m // group, begin, end, first, window, ahead)
+                    if stage == 0:
+                        upper = min(upper, all_lower)
+                    elif stage == 1:
+                        lower, upper = all_lower, all_upper
+                    else:
+                        lower = max(lower, all_upper)
+                    weights_at, sum_at = lines_at + BYTES * CHUNK * (m - some), sums_at + m * row
+                    for part in range(lower // LANES * LANES, upper, LANES):
+                        j = max(part, lower)
+                        many, weights = min(part + LANES, upper) - j, weights_at + BYTES * j
+                        if in_place:
+                            here, step = _place(layer, table, 1, head, side, first + j)
+                            if first + part + CHUNK < high:
+                                _fetch(layer, table, 0, head, side, first + part + CHUNK)
+                            elif head + 1 < layer.shape[1]:
+                                _fetch(layer, table, 0, head + 1, side, low // CHUNK * CHUNK + part)
+                            if stage == 1 and together > 1:
+                                add_values(
+                                    QUERIES, layer, here, step, weights, many, width, sum_at, row
+                                )
+                            else:
+                                add_values(1, layer, here, step, weights, many, width, sum_at, row)
+                        elif stage == 1:
+                            here = values_at + j * row
+                            add_values(
+                                QUERIES, values, here, row, weights, many, width, sum_at, row
+                            )
+                        else:
+                            here = values_at + j * row
+                            add_values(1, values, here, row, weights, many, width, sum_at, row)
     for m in range(queries):
         inverse = np.float32(1) / totals[m]
         result = out[token + m // group, first_head + m % group]
@@ -183,13 +230,24 @@ def _place(layer: Any, table: Any, plane: int, head: int, side: int, position: i
 
 
 @njit(**INLINE)
-def _fetch_next(
-    layer: Any, table: Any, head: int, side: int, first: int, j: int, lower: int, upper: int
-) -> None:  # fmt: skip
-    """Prefetches what is read after the keys [j, j + LANES) of a chunk: its next keys, or its first
-    values."""
-    plane, following = (0, j + LANES) if j + LANES < upper else (1, lower // LANES * LANES)
-    at, row = _place(layer, table, plane, head, side, first + following)
+def _seen(at: int, begin: int, end: int, first: int, window: int, ahead: int) -> Any:
+    """The part [lower, upper) of the chunk from `first` on that the query at a position sees, if
+    lower < upper.
+
+    Args:
+        at: Position of the query.
+        begin, end: Positions of the chunk that any query sees.
+        first: Position of the chunk.
+        window, ahead: See `attend`.
+    """
+    lower = max(begin, at - window + 1) - first if window > 0 else 0
+    return lower, min(end, at + 1 + ahead) - first
+
+
+@njit(**INLINE)
+def _fetch(layer: Any, table: Any, plane: int, head: int, side: int, position: int) -> None:
+    """Prefetches K (plane 0) or V (1) of LANES positions in one block."""
+    at, row = _place(layer, table, plane, head, side, position)
     prefetch(min(at, at + (LANES - 1) * row), LANES * abs(row))
 
 
