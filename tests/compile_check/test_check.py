@@ -365,6 +365,7 @@ def test_a_page_keeps_what_was_not_written_anew() -> None:
     both = written("opt-13b", written("tiny", ""), "--lora=8:16")
     assert list(sections(both)) == ["tiny", "opt-13b, 8 adapters of rank 16"]
     assert 'ARGS="--lora=8:16"' in sections(both)["opt-13b, 8 adapters of rank 16"]
+    assert list(sections(written("tiny", "", "--cache_dtype=fp8"))) == ["tiny, caches of fp8"]
     again = written("tiny", both, "--tensor=2")
     assert 'ARGS="--tensor=2"' in sections(again)["tiny"]
     assert again.count('ARGS="') == 2 and written("tiny", again, "--tensor=2") == again

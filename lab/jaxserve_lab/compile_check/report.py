@@ -7,6 +7,7 @@ import importlib.metadata
 import io
 import platform
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 from jaxserve.pallas_kernels import default_block_size
 from jaxserve.simulator.group_table import markdown
 from jaxserve_lab.compile_check.analysis.ptx import KernelUse
-from jaxserve_lab.compile_check.case import Sizes
+from jaxserve_lab.compile_check.case import BACKENDS, Sizes
 from jaxserve_lab.compile_check.check import Checked
 from jaxserve_lab.compile_check.compiling import COMPILED, NOT_CHECKED, Result
 
@@ -185,7 +186,7 @@ def programs(checked: Sequence[Checked], sizes: Sizes, before: str = "") -> str:
 def _by_title(checked: Sequence[Checked], sizes: Sizes) -> dict[str, list[Checked]]:
     groups: dict[str, list[Checked]] = {}
     for model in checked:
-        groups.setdefault(_title(model.model, sizes), []).append(model)
+        groups.setdefault(_title(model, sizes), []).append(model)
     return groups
 
 
@@ -209,9 +210,14 @@ def _cells(title: str, one: Checked, result: Result) -> list[object]:
     return [*about, f"{result.seconds:.1f}", *memory, *step, on_chip(result)]
 
 
-def _title(model: str, sizes: Sizes) -> str:
+def _title(one: Checked, sizes: Sizes) -> str:
     """A section's title: the model, and settings that are not defaults."""
-    parts = [model, sizes.quantization]
+    parts = [one.model, sizes.quantization]
+    own = BACKENDS.get(one.target.platform)
+    if one.case and not one.case.note and own not in (None, one.case.backend):
+        parts.append(f"by {one.case.backend}")
+    if sizes.cache != "auto":
+        parts.append(f"caches of {sizes.cache}")
     if sizes.lora is not None:
         parts.append(f"{sizes.lora.count} adapters of rank {sizes.lora.rank}")
     return ", ".join(part for part in parts if part)
@@ -225,7 +231,9 @@ def _how(sizes: Sizes, command: Sequence[str]) -> str:
         f"{_blocks(sizes)} tokens; {used}."
     )
     lines = textwrap.wrap(text, 100, break_on_hyphens=False)
-    return "\n".join([f'    make compile-check ARGS="{shlex.join(command)}"', "", *lines])
+    version = ".".join(map(str, sys.version_info[:2]))
+    python = "" if version == "3.11" else f"PYTHON=python{version} "
+    return "\n".join([f'    make compile-check {python}ARGS="{shlex.join(command)}"', "", *lines])
 
 
 def _blocks(sizes: Sizes) -> str:
@@ -243,8 +251,8 @@ def _overview(ones: Sequence[Checked]) -> str:
         laid = ["-"] * 3
         if case is not None:
             laid = [str(case.shards), _gib(case.weights_bytes), _gib(case.pool_bytes)]
-        needed = (result.needed for result in one.results if result.fits is not None)
-        most = f"{_gib(max(needed, default=0))} of {_gib(one.target.memory_bytes)}"
+        needed = [result.needed for result in one.results if result.fits is not None]
+        most = f"{_gib(max(needed))} of {_gib(one.target.memory_bytes)}" if needed else "-"
         backend = "-" if case is None else _backend(one)
         rows.append([one.target.name, *laid, most, backend, verdict(one).split(",")[0]])
     return markdown(head, rows)
