@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from jaxserve.bench import load_target
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.request import Rule
+from jaxserve.sched.request import Rule, Tier
 from jaxserve.sched.slo.metrics import load_metrics, summarise
 from jaxserve.simulator.workloads.workload import Workload, all_at_once, fixed_lengths
 
@@ -19,7 +20,8 @@ from jaxserve.simulator.workloads.workload import Workload, all_at_once, fixed_l
 def throughput(
     target: load_target.Target, count: int, input_len: int, output_len: int, repeats: int, seed: int
 ) -> dict[str, Any]:
-    """Submits random requests at once, and measures from the first submission to the last token.
+    """Submits random requests at once, best-effort and without targets, and measures from the first
+    submission to the last token.
 
     Args:
         target: serves the requests.
@@ -34,6 +36,7 @@ def throughput(
             and its values.
     """
     workload, rng = _all_at_once(count, input_len, output_len), np.random.default_rng(seed)
+    workload = replace(workload, tier=np.full_like(workload.tier, Tier.BEST_EFFORT))
     seconds = []
     for _ in range(repeats):
         start, records = load_target.serve_all(target, workload, rng)

@@ -117,7 +117,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         slo: SLO | None = None,
-        tier: Tier = Tier.REALTIME,
+        tier: Tier | None = None,
         cache_salt: str = "",
         adapter: str = "",
         prediction: str | Sequence[str] = "",
@@ -131,7 +131,8 @@ class LLM:
             sampling: for all prompts, or one for each; None: greedy, or what the checkpoint's
                 generation_config.json says.
             slo: the targets of each request.
-            tier: the tier of all.
+            tier: the tier of all; None: best-effort without `slo`, since nobody reads along, and
+                real-time with it.
             cache_salt: the salt of all; only requests with the same salt share computed prompts.
             adapter: name of the adapter of all, see `load_adapter`; "" for none.
             prediction: the likely output, one for all or one for each. A policy with `+spec` drafts
@@ -146,7 +147,7 @@ class LLM:
             ValueError: If the number of `sampling` or `prediction` differs from that of the
                 prompts.
         """
-        about = _About(slo or SLO(), tier, cache_salt, adapter)
+        about = _about(slo, tier, cache_salt, adapter)
         work = self._generate(_several(prompts), sampling, about, prediction, progress)
         return self._loop.run(work)
 
@@ -259,7 +260,7 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         slo: SLO | None = None,
-        tier: Tier = Tier.REALTIME,
+        tier: Tier | None = None,
         cache_salt: str = "",
         adapter: str = "",
         prediction: str | Sequence[str] = "",
@@ -267,7 +268,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """`generate` for callers on an event loop of their own. See `generate` for the arguments;
         `bar` is its `progress`."""
-        about = _About(slo or SLO(), tier, cache_salt, adapter)
+        about = _about(slo, tier, cache_salt, adapter)
         work = self._generate(_several(prompts), sampling, about, prediction, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
 
@@ -527,6 +528,12 @@ def _one_each(field: str, values: T | Sequence[T], kind: type[T], count: int) ->
     if len(several) != count:
         raise ValueError(f"{field}: {len(several)} of them for {count} prompts")
     return several
+
+
+def _about(slo: SLO | None, tier: Tier | None, cache_salt: str, adapter: str) -> _About:
+    if tier is None:
+        tier = Tier.BEST_EFFORT if slo is None else Tier.REALTIME
+    return _About(slo or SLO(), tier, cache_salt, adapter)
 
 
 def _options(

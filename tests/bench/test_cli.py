@@ -357,3 +357,13 @@ def test_fidelity_takes_several_configs() -> None:
     for flag, problem in (("--rate=0", "positive"), ("--config=a,b", "no file 'a'")):
         with pytest.raises(UsageError, match=problem):
             cli.parse(["fidelity", flag])
+
+
+def test_throughput_asks_for_no_target() -> None:
+    """Nobody reads along, and policies need not keep gaps short for anybody."""
+    engine = FullEngine()
+    with pytest.raises(BenchError):
+        runs.throughput(EngineTarget(engine), 4, 3, 2, repeats=1, seed=0)
+    assert {(request.tier, request.slo) for request in engine.requests} == {
+        (Tier.BEST_EFFORT, SLO())
+    }

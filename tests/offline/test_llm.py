@@ -16,7 +16,7 @@ from jaxserve.config import ConfigError
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import StepStats
-from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.sched.request import InvalidRequest, Request, Tier
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from tests.engine.harness import SCARCE, generate, wait_until_idle, write_shape
 from tests.engine.harness import engine as small_engine
@@ -68,6 +68,22 @@ def test_an_observer_sees_steps_and_the_pool_of_each(llm: LLM) -> None:
     received = [number for step in tuple(recorder.steps) for number in step.received]
     assert [received.count(number) for number in numbers[:2]] == [10, 10]
     assert max(held) >= 4
+
+
+def test_whoever_waits_for_all_texts_is_best_effort_unless_it_has_targets(llm: LLM) -> None:
+    seen: list[Request] = []
+
+    class Looking(jaxserve.Observer):
+        def on_arrival(self, number: int, request: Request) -> None:
+            seen.append(request)
+
+    llm.add_observer(Looking())
+    llm.generate([5], TEN, progress=False)
+    asyncio.run(llm.agenerate([5], TEN))
+    llm.generate([5], TEN, slo=SLO(ttft=9.0), progress=False)
+    llm.generate([5], TEN, tier=Tier.REALTIME, progress=False)
+    list(llm.stream([5], TEN))
+    assert [request.tier for request in seen] == [Tier.BEST_EFFORT] * 2 + [Tier.REALTIME] * 3
 
 
 def test_one_prompt_and_several_continuations(llm: LLM) -> None:

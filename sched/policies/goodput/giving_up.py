@@ -10,6 +10,15 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.state.request_table import MISSED, RELEGATED, WAITING
 
 
+def late_starts(view: View, waiting: np.ndarray, clock: float) -> np.ndarray:
+    """Which of these waiting rows are too late for their first token, and not given up yet, int64
+    [n]. clock: when the batch begins, seconds."""
+    table = view.table
+    new = waiting[(table.generated[waiting] == 0) & (table.outlook[waiting] < RELEGATED)]
+    late = clock > table.arrival[new] + np.minimum(table.ttft[new], table.jct[new])
+    return np.asarray(new[late])
+
+
 def given_up(
     view: View, waiting: np.ndarray, work: GoodputWork, batch: np.ndarray, clock: float
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -26,9 +35,7 @@ def given_up(
         Rows that have missed their targets, int64 [n]; and those among them that wait for what is
         left, int64 [m].
     """
-    table = view.table
-    new = waiting[(table.generated[waiting] == 0) & (table.outlook[waiting] < RELEGATED)]
-    late = new[clock > table.arrival[new] + np.minimum(table.ttft[new], table.jct[new])]
+    table, late = view.table, late_starts(view, waiting, clock)
     others = work.rows[work.missed & (work.paused | ~work.starts)]
     others = others[table.outlook[others] < RELEGATED]
     if not (len(late) or len(others)):

@@ -20,7 +20,7 @@ from jaxserve.sched.plan import BatchPlan, Operation, Restore
 from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.fairness import Patience
 from jaxserve.sched.policies.goodput.filling import GoodputFilling
-from jaxserve.sched.policies.goodput.giving_up import given_up
+from jaxserve.sched.policies.goodput.giving_up import given_up, late_starts
 from jaxserve.sched.policies.goodput.outlook import (
     Deadlines,
     Lengths,
@@ -28,6 +28,7 @@ from jaxserve.sched.policies.goodput.outlook import (
     Standard,
     Targets,
     jobs_due,
+    leading,
 )
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policies.goodput.tenants import Tenants
@@ -107,9 +108,13 @@ class Goodput(Policy):
             looked_at = _looked_at(view, waiting, kept, clock, standard)
             rows = np.concatenate([running, looked_at])
         targets = standard.targets_of(view, rows)
-        deadlines = Deadlines.of_rows(view, rows, targets, clock)
-        if not len(waiting) and (calm := self._calm(view, rows, targets, deadlines, clock)):
-            return calm
+        deadlines, headroom = Deadlines.of_rows(view, rows, targets, clock), _headroom(targets[0])
+        if self._none_starts(view, rows, targets, deadlines, kept, clock):
+            some = len(running)
+            ours = leading(targets, some)
+            calm = self._calm(view, rows[:some], ours, deadlines.leading(some), headroom, clock)
+            if calm is not None:
+                return calm
         worth = self._tenants.worth(table.tenant[rows], table.weight[rows])
         outlook = Outlook.of_rows(
             view, rows, targets, deadlines, worth * table.value[rows], clock, self._lengths, pace
@@ -118,7 +123,6 @@ class Goodput(Policy):
         work, first = GoodputWork.of_rows(view, rows, outlook, kind), kept[rows]
         batch = GoodputBatch(view, work)
         memory = Memory(view, work, batch, first, pace, swaps=self.swaps)
-        headroom = _headroom(targets[0])
         filling = GoodputFilling(view, work, batch, memory, clock, headroom, first)
         filling.fill(self._patience.starved(rows, clock))
         done = batch.chosen()
@@ -145,12 +149,73 @@ class Goodput(Policy):
             relegated=lost[1],
         )
 
+    def _none_starts(
+        self,
+        view: View,
+        rows: np.ndarray,
+        targets: Targets,
+        deadlines: Deadlines,
+        kept: np.ndarray,
+        clock: float,
+    ) -> bool:
+        """Whether it is plain that no request starts, and that none of those that wait is given up:
+        none waits, or all rows are taken and nobody is paused.
+
+        Args:
+            view: What the policy sees.
+            rows: Those that run, then those that wait.
+            targets, deadlines: Of these rows.
+            kept: By row, which come first.
+            clock: When the step begins, seconds.
+        """
+        table = view.table
+        waiting, some = table.in_state(WAITING), len(table.in_state(RUNNING))
+        if not len(waiting):
+            return True
+        if some < view.limits.max_rows or kept[waiting].any():
+            return False
+        seen = rows[some:]
+        if (deadlines.missed[some:] & (table.generated[seen] > 0)).any():
+            return False
+        if len(late_starts(view, waiting, clock)):
+            return False
+        if (np.minimum(deadlines.due, targets[2])[some:] == np.inf).all():
+            return True  # others are paused for requests with a deadline alone
+        outlook = Outlook.of_rows(
+            view,
+            rows[:some],
+            leading(targets, some),
+            deadlines.leading(some),
+            np.ones(some),
+            clock,
+            self._lengths,
+            self._pace.seconds,
+        )
+        return bool((outlook.loss > 0).all())
+
     def _calm(
-        self, view: View, rows: np.ndarray, targets: Targets, deadlines: Deadlines, clock: float
+        self,
+        view: View,
+        rows: np.ndarray,
+        targets: Targets,
+        deadlines: Deadlines,
+        headroom: float,
+        clock: float,
     ) -> BatchPlan | None:
-        """The plan if there is nothing to decide: no request waits, and all decode, find blocks,
-        and either can attain their targets or keep no other request from doing so. Most steps at
-        light load are of this kind. None if there is more to decide."""
+        """The plan if there is nothing to decide: no request starts, and all others decode, find
+        blocks, and either can attain their targets or keep no other request from doing so. Most
+        steps at light load, and with all rows taken, are of this kind.
+
+        Args:
+            view: What the policy sees.
+            rows: Those that run.
+            targets, deadlines: Of these rows.
+            headroom: See `GoodputFilling`.
+            clock: When the step begins, seconds.
+
+        Returns:
+            The plan; None if there is more to decide.
+        """
         table, pool, count = view.table, view.pool, len(rows)
         if not count or count > view.limits.max_batch_tokens:
             return None
@@ -171,7 +236,7 @@ class Goodput(Policy):
         if len(lost):
             due = np.minimum(deadlines.due, jobs_due(view, rows, targets[2], self._pace.seconds))
             slack = (due[~missed] - clock).min(initial=np.inf) / view.device.overrun
-            if seconds > min(slack, _headroom(targets[0])):
+            if seconds > min(slack, headroom):
                 return None
         self._pace.note(seconds)
         self._patience.note_batch(rows, ready, clock)

@@ -59,6 +59,12 @@ class Lengths:
 Targets = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
+def leading(targets: Targets, count: int) -> Targets:
+    """The targets of the first so many of the requests."""
+    ttft, tbt, jct, longest = targets
+    return ttft[:count], tbt[:count], jct[:count], longest[:count]
+
+
 @dataclass(frozen=True)
 class Standard:
     """Targets of real-time requests without their own, in seconds.
@@ -138,6 +144,10 @@ class Deadlines:
         if late.any():  # an output of any length may have none
             missed |= (_shortest(late) > table.max_tokens[rows]) & (tbt < np.inf) & ~first
         return cls(due, gap_due, first, waits, late, missed)
+
+    def leading(self, count: int) -> Deadlines:
+        """The deadlines of the first so many of the requests."""
+        return Deadlines(*(column[:count] for column in vars(self).values()))
 
 
 def _shortest(late: np.ndarray) -> np.ndarray:

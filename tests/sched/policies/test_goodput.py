@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.cost.cost_model import Coefficients, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
-from jaxserve.sched.plan import Checkpoint, Preempt, Restore
+from jaxserve.sched.plan import BatchPlan, Checkpoint, Preempt, Restore
 from jaxserve.sched.policies.goodput import goodput
 from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
@@ -21,7 +21,7 @@ from jaxserve.sched.policies.goodput.goodput import Goodput
 from jaxserve.sched.policies.goodput.outlook import Deadlines, Lengths, Outlook, Standard
 from jaxserve.sched.policies.goodput.pausing import Memory
 from jaxserve.sched.policies.goodput.tenants import Tenants
-from jaxserve.sched.policy import Limits
+from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.sched.routing.take_snapshot import Lately, constant_fields, take_snapshot
 from jaxserve.sched.slo.backlog import Backlog
@@ -254,6 +254,42 @@ def workload(columns: dict[str, Any]) -> Workload:
 
 def run(policy: str, work: Workload, limits: Limits, **options: Any) -> Any:
     return simulate(policy, work, PLACE, limits=limits, compiled=False, **options)
+
+
+@pytest.mark.parametrize("tier", Tier)
+@pytest.mark.parametrize(
+    "targets",
+    [
+        {},
+        {"ttft": 0.7, "tbt": 0.05},
+        # Newcomers have the first, which lose nothing, paused; those due soon lose something.
+        {"ttft": np.repeat([np.inf, 0.4], [8, 16]), "jct": np.repeat([60.0, 1.5, 9.0], 8)},
+    ],
+)
+def test_if_all_rows_are_taken_the_short_plan_is_the_long_one(
+    tier: Tier, targets: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {
+        "arrival": np.arange(24) / 40,
+        "prompt": np.repeat([8, 300], [8, 16]),
+        "output": 60,
+        **targets,
+    }
+    work = dataclasses.replace(workload(columns), tier=np.full(24, tier, np.int8))
+    calm, short = Goodput._calm, 0
+
+    def counted(policy: Goodput, view: View, *given: Any) -> BatchPlan | None:
+        nonlocal short
+        plan = calm(policy, view, *given)
+        short += plan is not None and len(view.table.in_state(WAITING)) > 0
+        return plan
+
+    monkeypatch.setattr(Goodput, "_calm", counted)
+    found = run("goodput", work, Limits(512, 512, 8))
+    assert short > 10
+    monkeypatch.setattr(Goodput, "_calm", lambda *_: None)
+    long = run("goodput", work, Limits(512, 512, 8))
+    assert found.requests.token_times.tolist() == long.requests.token_times.tolist()
 
 
 def test_caches_that_take_long_to_come_back_are_not_paused_for_a_prompt(
