@@ -36,8 +36,13 @@ def first_cell(name: str) -> str:
     return code_of(read(name))[0]
 
 
+def text_of(book: NotebookNode) -> str:
+    """Its words, without line breaks."""
+    return " ".join(" ".join(c.source for c in book.cells if c.cell_type == "markdown").split())
+
+
 def run(name: str, folder: Path, claims: Mapping[str, str]) -> tuple[str, int]:
-    """Runs the notebook, and then looks whether what it says came out.
+    """Runs the notebook, and then looks whether what it claims came out.
 
     Args:
         name: Of the notebook.
@@ -48,9 +53,6 @@ def run(name: str, folder: Path, claims: Mapping[str, str]) -> tuple[str, int]:
         What it printed, and how many pictures it showed.
     """
     book = read(name)
-    said = " ".join(" ".join(c.source for c in book.cells if c.cell_type == "markdown").split())
-    for sentence in claims:
-        assert sentence in said
     checks = ", ".join(f"bool({each})" for each in claims.values())
     book.cells.append(nbformat.v4.new_code_cell(f"import json\nprint(json.dumps([{checks}]))"))
     resources = {"metadata": {"path": str(folder)}}

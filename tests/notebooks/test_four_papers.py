@@ -17,38 +17,38 @@ CLAIMS = {
         f"np.median({times}[{PROMPTS}]) > np.median({times}[{DECODES}])"
         for times in ("took", "predicted")
     ),
-    "they serve the same load to the same moment": "len(same) == 2 and all(same.values())",
+    "they finish the same load at the same time as": "len(same) == 2 and all(same.values())",
     "computes all prompts in one batch": (
         "(first['prompts_first'].batches.num_prefills > 0).sum() == 1"
     ),
-    "beside which others decode already.": (
+    "while other requests already decode.": (
         "(first['decodes_first'].batches.num_prefills * "
         "first['decodes_first'].batches.num_decodes > 0).sum() > 1"
     ),
     "It takes half the memory": "cost['K and V'][0] == 2 * cost['hidden vector'][0]",
-    "It takes longer to read": "cost['K and V'][1] < cost['hidden vector'][1]",
+    "Reading it takes longer": "cost['K and V'][1] < cost['hidden vector'][1]",
     "With them the pool holds more requests.": (
         "len(views['aptserve'].requests) > len(views['aptserve_kv'].requests) "
         "and len(views['aptserve'].plane) == len(views['aptserve_kv'].plane) "
         "and (views['aptserve'].plane == HIDDEN).any() "
         "and not (views['aptserve_kv'].plane == HIDDEN).any()"
     ),
-    "From 4 requests a second on `aptserve` has more in time than `aptserve_kv`": (
+    "From 4 requests per second on, `aptserve` has more in time than `aptserve_kv`": (
         "all(early['aptserve', r] > early['aptserve_kv', r] > 1.5 * early['vllm', r] "
         "for early in [{(p['policy'], p['rate']): p['slo_attainment'] for p in first_tokens}] "
         "for r in RATES if r >= 4)"
     ),
-    "when most blocks had tokens of both": "shared == (view.fill > 0).all(axis=0).sum() > 10",
-    "Nine of ten chats wait least with `bros`: less with shared blocks than without": (
+    "when most blocks have tokens of both": "shared == (view.fill > 0).all(axis=0).sum() > 10",
+    "Nine of ten chats wait least with `bros`, less with shared blocks than without": (
         "waits['bros'] < waits['bros:sharing=false'] < min(waits['priority'], waits['vllm'])"
     ),
-    "which knows no tiers, up to ten seconds.": "8 < waits['vllm'] < 12",
-    "most of them end with `bros`, too.": "max(ended, key=ended.get) == 'bros'",
-    "With `accelgen` no step takes longer than that": "late['accelgen'] == 0",
-    "while a quick reader is there, chunks have at most 300 tokens": (
+    "with `vllm`, which ignores tiers, they wait up to ten seconds.": "8 < waits['vllm'] < 12",
+    "most of them finish with `bros`, too.": "max(ended, key=ended.get) == 'bros'",
+    "With `accelgen` no step exceeds the target": "late['accelgen'] == 0",
+    "with a quick reader, chunks have at most 300 tokens": (
         f"chunks['accelgen'][1][{LARGE} == 0.06].max() <= 300"
     ),
-    "else up to a thousand.": f"900 < chunks['accelgen'][1][{LARGE} > 0.06].max() < 1100",
+    "otherwise up to a thousand.": f"900 < chunks['accelgen'][1][{LARGE} > 0.06].max() < 1100",
     "With `sarathi` one in ten steps with a chunk takes too long.": (
         "0.05 < late['sarathi'] < 0.15"
     ),

@@ -6,12 +6,14 @@ import ast
 import importlib.metadata
 import re
 import sys
+from typing import Any
 
 import pytest
 from packaging.utils import canonicalize_name
 
 import jaxserve
-from tests.notebooks.books import NAMES, code_of, first_cell, installed_by, read
+from tests.notebooks import test_four_papers, test_quickstart, test_scheduling_lab
+from tests.notebooks.books import NAMES, code_of, first_cell, installed_by, read, text_of
 from tests.notebooks.packages import ROOT
 
 STABLE = set(re.findall(r"`([\w.]+)`", (ROOT / "docs" / "stability.md").read_text()))
@@ -34,6 +36,12 @@ def test_it_is_committed_without_outputs(name: str) -> None:
     for cell in read(name).cells:
         if cell.cell_type == "code":
             assert cell.outputs == [] and cell.execution_count is None
+
+
+@pytest.mark.parametrize("module", [test_four_papers, test_quickstart, test_scheduling_lab])
+def test_what_is_checked_is_what_it_says(module: Any) -> None:
+    text = text_of(read(module.NOTEBOOK))
+    assert [sentence for sentence in module.CLAIMS if sentence not in text] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ from tests.notebooks.books import run
 NOTEBOOK = "quickstart"
 CLAIMS = {
     "At step 12 all six hold blocks.": "len(views[12].requests) == len(lengths) == 6",
-    "At step 120 the two with the longest outputs are left.": (
+    "At step 120 only the two with the longest outputs are left.": (
         "set(views[120].requests) == {requests[i].request_id for i in (0, 4)} "
         "and sorted(o for _, o in lengths)[-2:] == [lengths[0][1], lengths[4][1]]"
     ),
@@ -21,12 +21,12 @@ CLAIMS = {
         "for _, steps in served.values())"
     ),
     "running requests pause.": "pauses['vllm'] > 1",
-    "puts prompts in chunks beside the decodes.": (
+    "adds chunks of prompts to the decodes.": (
         "all(step.num_decodes for step in served['sarathi'][1][BURST:] if step.num_prefill_tokens)"
     ),
-    "With `sarathi` each step has a token for all who read": "pauses['sarathi'] == 1",
-    "With `vllm` the prompts are done after few steps": "firsts['vllm'] < firsts['sarathi']",
-    "the new requests get their first token later.": "firsts['sarathi'] > firsts['vllm']",
+    "With `sarathi` all running requests get a token in each step": "pauses['sarathi'] == 1",
+    "With `vllm` the prompts are done after a few steps": "firsts['vllm'] < firsts['sarathi']",
+    "new requests get their first token later.": "firsts['sarathi'] > firsts['vllm']",
 }
 
 
