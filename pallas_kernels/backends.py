@@ -150,6 +150,7 @@ class Backend:
             has none. None: the backend has no such kernels.
         built_for: () -> the processor and the instructions that its kernels are compiled for. None:
             they only depend on the kind of device.
+        xla_options: Names and values of XLA's options for steps with its kernels.
         both_ways: `attend` takes such scoring.
         decode_group: Rows that decodes read together, sorted by length: each costs as much as the
             longest.
@@ -185,6 +186,7 @@ class Backend:
     gated: Callable[..., Callable[..., jax.Array] | None] | None = None
     add_weighted: Callable[[jax.Array], Callable[..., jax.Array] | None] | None = None
     built_for: Callable[[], str] | None = None
+    xla_options: tuple[tuple[str, Any], ...] = ()
     both_ways: bool = False
     decode_group: int = 1
     decode_chunk: int = 1

@@ -28,6 +28,8 @@ from jaxserve.pallas_kernels.pool import FLOAT8, Pool
 DTYPES = ("bfloat16", "float16", FLOAT8, "int8")
 HEAD_DIMS = (64, 128)
 _NO_SINKS = "its kernels know no attention sinks"
+# XLA would put the kernels, with slices of their arguments, where command buffers end.
+XLA_OPTIONS = (("xla_gpu_enable_dynamic_slice_fusion", False),)
 SMALL_BLOCKS = (8, 16, 32)  # larger blocks consist of whole tiles
 
 
@@ -151,6 +153,7 @@ def _backend(of_the_rest: Backend, ours: Ours, *, interpret: bool) -> Backend:
         attend=functools.partial(attend, ours=ours, interpret=interpret),
         supports=supports,
         plan=functools.partial(plan, ours=ours),
+        xla_options=XLA_OPTIONS,
     )
 
 

@@ -218,3 +218,16 @@ def test_decodes_compile_with_mosaic_gpu(compilers: Path) -> None:
         # Four tiles of K and V, and what is beside them.
         assert 4 * 2 * 64 * 128 * 2 < decode["shared"] <= 227 << 10
         assert "merge_parts" in uses
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"{missing()}")
+def test_steps_with_mosaic_gpu_are_one_command_buffer(compilers: Path) -> None:
+    """Nor do its kernels for prompts spill with heads of 64."""
+    programs = "--programs=decode step,prefill attention"
+    flags = ("--model=qwen2.5-0.5b", programs, "--backend=mosaic-gpu")
+    (found,) = check(compilers, "--target=h100", *flags)
+    for program in found["programs"]:
+        assert (program["status"], program["problems"]) == ("compiled", []), program
+        assert not any(use["spill_stores"] for use in program["kernels"]), program
+    names = {use["name"] for program in found["programs"] for use in program["kernels"]}
+    assert {"paged_decode_mosaic_gpu_kernel", "paged_prefill_mosaic_gpu_kernel"} <= names

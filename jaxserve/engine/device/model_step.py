@@ -80,12 +80,13 @@ def make_model_step(
         assert backend is not None
         model = dataclasses.replace(model, backend=backend)
     whole = None if model.mesh is None else NamedSharding(model.mesh, PartitionSpec())
+    options = compiler_options(pool_format, deterministic=deterministic)
     return jax.jit(
         partial(_model_step, model),
         donate_argnames=("pool",),
         static_argnames=("layout",),
         out_shardings=StepOutput(pool_format, whole, whole, None, None, None, whole, whole),
-        compiler_options=compiler_options(pool_format, deterministic=deterministic),
+        compiler_options=options | dict(get_backend(model.backend).xla_options),
     )
 
 
