@@ -81,6 +81,7 @@ def target(*, wide: bool) -> str:
                     dot_tiles.tile(
                         bits, 1, 4, 0, 0, 0, x_at + rows[r] * row, 0, a_at + c * parts * row,
                         parts * row, row // LINE, 0, 0, 0, 1, 1,
+                        a_at + (c + 4) * parts * row, 4 * LINE,
                         unit[_LOW] + 4 * (r * columns + c), 0,
                     )  # fmt: skip
             numba_ffi.fetch_add(at + 8 * _DONE, 1)
