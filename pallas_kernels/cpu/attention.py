@@ -176,7 +176,10 @@ def _share(
     floats = carray(data(given[_FLOATS]), (2 + heads,), np.float32)
     out = carray(data(result), (tokens, heads, head_dim), np.float32)
     layer, window = pool[ints[0]], ints[1]
-    ahead = max(lens.max(), 1) if ints[2] != 0 else 0
+    ahead = 0
+    if ints[2] != 0:
+        for row in range(rows):
+            ahead = max(ahead, lens[row], 1)
     layer_scales = None if scales is None else scales[ints[0]]
     scale, cap, sinks = floats[0], floats[1], floats[2:]
     group = heads // kv_heads

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from jaxserve.pallas_kernels.cpu import dot_tiles, dots, numba_ffi, pairs
+from jaxserve.pallas_kernels.cpu import dot_tiles, dots, pairs
 
 TALL = 6  # rows of the largest tile
 # Bits, inputs of a group, zero points: with one to four groups in a vector of weights.
@@ -166,7 +166,7 @@ def test_other_processors(bits, monkeypatch):
     room, found = np.empty(2 * inputs + 64, np.uint8), np.empty(1, np.float32)
     at = -(-room.ctypes.data // 64) * 64
     scale = np.ones(1, np.float32)
-    compiled = njit(**numba_ffi.OPTIONS)(run)
+    compiled = njit(error_model="numpy")(run)
     compiled(row.ctypes.data, stored.ctypes.data, scale.ctypes.data, at, found.ctypes.data)
     numbers = weights[0] / np.asarray(given[1], np.float64)[0, 0]
     assert found[0] == np.rint(numbers) @ np.asarray(x, np.float64)[0]
