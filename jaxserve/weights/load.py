@@ -33,6 +33,8 @@ from jaxserve.weights.quantize import quantize_leaf
 from jaxserve.weights.quantized_config import is_quantized
 from jaxserve.weights.random_init import random_params
 
+_SMALL = 1 << 20  # elements: compiling a program for their shape takes longer than to check them
+
 
 def load_params(
     path: str | Path | None,
@@ -105,13 +107,13 @@ def _load_orbax(
 
 def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
     """Raises CheckpointError if a parameter is NaN or infinite, since a single NaN makes every
-    token nonsense. Checked on the devices, one array after the other."""
+    token nonsense. Large arrays are checked on the devices, one after the other."""
     paths = [
         (path, leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
         if not jnp.issubdtype(leaf.dtype, jnp.integer)
     ]
-    checked = [_finite(leaf.sharding)(leaf) for _, leaf in paths]
+    checked = [_finite(leaf) for _, leaf in paths]
     for (path, _), finite in zip(paths, checked, strict=True):
         if not _all_own(finite):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -119,8 +121,15 @@ def _check_finite(folder: Path, params: Params, dtype: jnp.dtype) -> None:
             raise CheckpointError(f"{folder}: {problem}")
 
 
+def _finite(array: jax.Array) -> jax.Array | np.ndarray:
+    """Whether each shard is finite, bool [shards]; or all of it, bool [1]."""
+    if array.size <= _SMALL and array.is_fully_addressable:
+        return np.isfinite(np.asarray(array, np.float32)).all().reshape(1)
+    return _finite_shards(array.sharding)(array)
+
+
 @functools.cache
-def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
+def _finite_shards(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]:
     """Whether each shard is finite, bool [shards]. By shard, so that no host waits for another
     host's files."""
 
@@ -140,8 +149,10 @@ def _finite(sharding: jax.sharding.Sharding) -> Callable[[jax.Array], jax.Array]
     )
 
 
-def _all_own(finite: jax.Array) -> bool:
+def _all_own(finite: jax.Array | np.ndarray) -> bool:
     """Whether all shards on this host are finite."""
+    if isinstance(finite, np.ndarray):
+        return bool(finite.all())
     return all(np.asarray(shard.data).all() for shard in finite.addressable_shards)
 
 
