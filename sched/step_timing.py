@@ -63,6 +63,7 @@ class StepWatch:
         padding: How steps are rounded up; None for no padding.
 
     Attributes:
+        model, padding: As given.
         done: When the tokens of the last step came.
         overrun: Ratio of measured to predicted time that WITHIN of the last RECENT steps do not
         exceed; at least 1, and 1 at first.
@@ -71,7 +72,7 @@ class StepWatch:
 
     def __init__(self, model: CostModel, padding: Padding | None) -> None:
         self.model = model
-        self._padding = padding
+        self.padding = padding
         self._moves: tuple[Move, ...] = ()  # launched without a batch since the last step with one
         self.done = -math.inf
         self.overrun = 1.0
@@ -103,7 +104,7 @@ class StepWatch:
             step = dataclasses.replace(step, moves=self._moves + step.moves)
             self._moves, features = (), None
         if features is None:
-            features = step.features(self._padding)
+            features = step.features(self.padding)
         return Watched(features, float(self.model.batch_time(features)), now, usual)
 
     def free_at(self, *flying: Watched, host_gap_s: float = 0.0) -> float:

@@ -73,7 +73,7 @@ def main(argv: Sequence[str], name: str = "jaxserve serve") -> int:
             # Imported late: jax takes seconds, and everything above should answer at once.
             from jaxserve.engine.startup.build import build_engine
 
-            engine = build_engine(config, rank=rank)
+            engine = build_engine(config, rank=rank, all_steps=False)
             engine.start()
 
             def on_ready(server: launch.Server) -> None:

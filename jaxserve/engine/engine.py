@@ -24,8 +24,8 @@ import numpy as np
 
 from jaxserve.engine.adapters import Adapter, AdapterLoad, AdapterSlots, UnknownAdapter
 from jaxserve.engine.block_keys import BlockKeys, KeyChain
-from jaxserve.engine.device.buckets import ASKED
-from jaxserve.engine.device.compile_counter import CompileCounter
+from jaxserve.engine.device.buckets import ASKED, Buckets
+from jaxserve.engine.device.compilations import CompileCounter, StepCompiler
 from jaxserve.engine.device.executor import Executor
 from jaxserve.engine.device.sampling_state import RequestRow
 from jaxserve.engine.drafts.drafting import Drafting, Drafts
@@ -94,6 +94,7 @@ class Engine:
         block_secret: secret of the keys of blocks, see `BlockKeys`.
         adapters: room for adapters; None for none.
         grammar_limits: limits of grammars; None for the default.
+        compiler: compiles further steps of the executor while it serves; None for none.
         clock: seconds; `Request.arrival` is on it.
     """
 
@@ -112,6 +113,7 @@ class Engine:
         block_secret: bytes | None = None,
         adapters: AdapterSlots | None = None,
         grammar_limits: GrammarLimits | None = None,
+        compiler: StepCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
@@ -120,7 +122,7 @@ class Engine:
         self._info, self._eos_ids = info, eos_ids
         self._overlap, self._forbid_compile = overlap, forbid_compile
         self._clock, self._adapters = clock, adapters
-        self._cost_model = cost_model
+        self._cost_model, self._compiler = cost_model, compiler
         self._compiles = CompileCounter()
         self._step_loop = StepLoop(
             executor,
@@ -148,7 +150,7 @@ class Engine:
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
         # Strings are ids of requests to cancel.
-        self._inbox: deque[Submit | str | _Command | _PutAdapter] = deque()
+        self._inbox: deque[Submit | str | _Command | _PutAdapter | Buckets] = deque()
         self._using: dict[str, Adapter] = {}  # by request id
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
@@ -443,6 +445,7 @@ class Engine:
             host_full=host.num_full,
             preemptions=scheduler.preemptions,
             compiles_after_warmup=self._compiles.count,
+            sizes_to_compile=0 if self._compiler is None else self._compiler.left,
             steps=self._step_loop.steps,
             step_time_error=self._cost_model.error,
             expected_wait=self._ttft_estimator.by_tier(),
@@ -508,11 +511,20 @@ class Engine:
     # Start and stop.
 
     def start(self) -> None:
-        """Starts the engine thread. The executor is warmed up already (see `build_engine`)."""
+        """Starts the engine thread, and one that compiles what the executor's warm-up has left out
+        (see `build_engine`)."""
         if self._thread is not None:
             raise RuntimeError("the engine was started before")
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
         self._thread.start()
+        if self._compiler is not None:
+            self._compiler.start(self._compiled)
+
+    def _compiled(self, buckets: Buckets) -> None:
+        """The executor has these layouts from now on."""
+        with self._wake:
+            self._inbox.append(buckets)
+            self._wake.notify()
 
     def drain(self, grace_s: float) -> bool:
         """Refuses new requests and waits until the present ones have ended.
@@ -532,7 +544,8 @@ class Engine:
         return clean
 
     def stop(self) -> None:
-        """Cancels everything and ends the thread. Idempotent."""
+        """Cancels everything and ends the threads, after the program that is being compiled.
+        Idempotent."""
         self._grammars.close()
         if self._thread is None:
             self._end_unstarted()
@@ -542,6 +555,8 @@ class Engine:
             self._stop = True
             self._wake.notify_all()
         self._thread.join()
+        if self._compiler is not None:
+            self._compiler.stop()
 
     def _end_unstarted(self) -> None:
         with self._wake:
@@ -624,9 +639,17 @@ class Engine:
                 self._step_loop.reset_prefix_cache()
             elif isinstance(command, _PutAdapter):
                 self._fill(command)
+            elif isinstance(command, Buckets):
+                self._use(command)
             else:
                 self._step_loop.cancel(command)
         return True
+
+    def _use(self, buckets: Buckets) -> None:
+        """Runs batches with these layouts, which are compiled, from the next plan on."""
+        assert self._compiler is not None
+        self._compiler.use(buckets)
+        self._step_loop.pad(buckets.padding)
 
     def _fill(self, command: _PutAdapter) -> None:
         """Puts an adapter into its slot. A failure ends the engine only if the device has lost

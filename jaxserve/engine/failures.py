@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jaxserve.engine.device.compile_counter import CompiledAfterWarmup
+from jaxserve.engine.device.compilations import CompiledAfterWarmup
 from jaxserve.engine.errors import HostLost, NotFinite
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import Observer

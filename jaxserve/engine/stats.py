@@ -170,6 +170,7 @@ class EngineStats:
         host_full: preemptions whose caches found no room in host memory.
         preemptions: preemptions of continuations.
         compiles_after_warmup: compilations while serving.
+        sizes_to_compile: sizes of steps that are not compiled: larger ones run their batches.
         steps: finished steps.
         step_time_error: mean of |predicted / measured - 1| over recent steps.
         expected_wait: by tier, seconds until the first token of the shortest prompt submitted now.
@@ -198,6 +199,7 @@ class EngineStats:
     host_full: int
     preemptions: int
     compiles_after_warmup: int
+    sizes_to_compile: int
     steps: int
     step_time_error: float
     expected_wait: dict[str, float]

@@ -18,7 +18,7 @@ from jaxserve.engine.adapters import Adapter
 from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
-from jaxserve.engine.device.compile_counter import CompileCounter, CompiledAfterWarmup
+from jaxserve.engine.device.compilations import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.pooling_step import Pooled
 from jaxserve.engine.device.sampling import NOT_FINITE, SampleResult, mask_words
@@ -40,6 +40,7 @@ from jaxserve.engine.sequence import NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, StepStats
 from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.sched.cache.cache_kinds import HIDDEN
+from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, SloProblem
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
 from jaxserve.sched.request import Request
@@ -231,6 +232,11 @@ class StepLoop:
                 self._end(continuation, FinishReason.CANCELLED)
             except BaseException as error:
                 self._fail(continuation, error)
+
+    def pad(self, padding: Padding) -> None:
+        """Plans and predicts with other sizes of steps from now on."""
+        self._scheduler.view = dataclasses.replace(self._scheduler.view, padding=padding)
+        self.watch.padding = padding
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes."""

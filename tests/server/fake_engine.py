@@ -210,6 +210,7 @@ class FakeEngine:
             host_full=2,
             preemptions=3,
             compiles_after_warmup=0,
+            sizes_to_compile=0,
             steps=self.steps,
             step_time_error=0.125,
             expected_wait={"realtime": self.wait_s.seconds, "best_effort": 2 * self.wait_s.seconds},

@@ -12,13 +12,18 @@ each of these is compiled only once more, for any number of hidden rows.
 Where XLA's order of additions depends on shapes, a row's bits depend on the bucket. There is only
 one deterministic step, the largest: its rows are always computed by the same instructions, whatever
 else is in the batch.
+
+A server starts with few of the steps, which any batch fits into, and compiles the others while it
+serves (`Buckets.stages`).
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 
@@ -61,6 +66,8 @@ class Buckets:
         deterministic: NEVER; ASKED: one more step, for batches in which a request asks for it;
         ALWAYS: it is the only one. It has the largest bucket, room for all adapters, and the
         kernels of `pallas_kernels.deterministic_backend`. Only without hidden caches.
+        row_sizes: numbers of rows that steps other than decode steps have, ascending; empty: those
+        of `rows`. Other than these while only some decode steps are compiled.
     """
 
     rows: tuple[int, ...]
@@ -75,6 +82,7 @@ class Buckets:
     drafts: bool = False
     lora: tuple[int, ...] = ()
     deterministic: int = NEVER
+    row_sizes: tuple[int, ...] = ()
 
     @property
     def padding(self) -> Padding:
@@ -151,7 +159,39 @@ class Buckets:
 
     def projection_layout(self) -> Layout:
         """The layout for projecting hidden caches to K and V: at most PROJECTED_TOKENS tokens."""
-        return self.mixed(min(PROJECTED_TOKENS, self.tokens[-1]))
+        return self._mixed(self._projected_tokens(), 0)
+
+    def _projected_tokens(self) -> int:
+        return next(n for n in self.tokens if n >= min(PROJECTED_TOKENS, self.tokens[-1]))
+
+    def stages(self) -> list[Buckets]:
+        """These buckets as they grow while a server compiles them: first the smallest and the
+        largest sizes of both kinds, then one more size each; all of them last. With hidden caches
+        there are two stages: every second bucket has steps for these, whichever buckets there
+        are."""
+        if self.deterministic == ALWAYS:
+            return [self]
+        least = self._projected_tokens() if self.hidden else self.tokens[0]
+        rows, tokens = {self.rows[0], self.rows[-1]}, {least, self.tokens[-1]}
+        found = [self._with(rows, tokens)]
+        left = zip_longest(_middle_first(self.tokens), _middle_first(self.rows))
+        for token_size, row_size in () if self.hidden else left:
+            for sizes, size in ((tokens, token_size), (rows, row_size)):
+                if size is not None and size not in sizes:
+                    sizes.add(size)
+                    found.append(self._with(rows, tokens))
+        # The last one has the sizes of `self`, and is the same.
+        return [*(each for each in found if each.sizes < self.sizes), self]
+
+    @property
+    def sizes(self) -> int:
+        """Number of sizes of decode steps and of the others."""
+        return len(self.rows) + len(self.tokens)
+
+    def _with(self, rows: Collection[int], tokens: Collection[int]) -> Buckets:
+        """Only these sizes, whose layouts are as in `self`."""
+        some = tuple(sorted(rows)), tuple(sorted(tokens))
+        return dataclasses.replace(self, rows=some[0], tokens=some[1], row_sizes=self.rows)
 
     def all(self) -> list[Layout]:
         """Every layout, those without adapters and decode steps first."""
@@ -163,10 +203,10 @@ class Buckets:
         return found + more + alone
 
     def sampled(self) -> list[Layout]:
-        """One layout for each number of rows."""
+        """One layout for each number of rows, a decode step if there is one."""
         if self.deterministic == ALWAYS:
             return self.all()
-        return [self.decode(rows) for rows in self.rows]
+        return list({layout.rows: layout for layout in reversed(self._all())}.values())
 
     def _all(self) -> list[Layout]:
         decodes = [self.decode(rows) for rows in self.rows]
@@ -192,7 +232,8 @@ class Buckets:
         return next(room for room in (0, *self._rooms(rows)) if hidden <= room)
 
     def _rows_for(self, tokens: int) -> int:
-        return self.rows[min(bisect.bisect_left(self.rows, tokens), len(self.rows) - 1)]
+        sizes = self.row_sizes or self.rows
+        return sizes[min(bisect.bisect_left(sizes, tokens), len(sizes) - 1)]
 
 
 def make_buckets(
@@ -267,6 +308,12 @@ def hidden_decodes(counts: np.ndarray, kinds: np.ndarray) -> int:
     """Rows of one token with hidden caches; at least 1 if any row has one."""
     hidden = kinds == CacheKind.HIDDEN
     return max(int(hidden.any()), int(np.count_nonzero(hidden & (counts == 1))))
+
+
+def _middle_first(sizes: tuple[int, ...]) -> list[int]:
+    """Those in the middle save most padding while the smallest and the largest are there."""
+    order = sorted(range(len(sizes)), key=lambda i: abs(2 * i + 1 - len(sizes)))
+    return [sizes[i] for i in order]
 
 
 def _up_to(sizes: tuple[int, ...], maximum: int) -> tuple[int, ...]:

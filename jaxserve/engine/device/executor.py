@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,9 @@ _SAMPLE_FULL = jax.jit(sample_full, donate_argnums=0)
 
 MOST_PADDING = 64  # tokens of padding for which a CPU runs a step
 COMPILING = 8  # most steps compiled at once: each takes gigabytes for large models
+
+
+_Program = tuple[Any, ...]  # what compiles a program, and its arguments
 
 
 class Handle(Protocol):
@@ -250,6 +253,10 @@ class JaxExecutor:
         moves_cache: whether to compile `copy_slots`, `save` and `load`.
         masked_sampling: whether to compile `sample`.
         adapters: room for adapters on the devices, zeros; None if `model.lora` is None.
+
+    Attributes:
+        stages: what `buckets` may become after the warm-up, each with more layouts than the one
+            before. Those of a stage have to be compiled before.
     """
 
     def __init__(
@@ -276,13 +283,9 @@ class JaxExecutor:
         # Keys: whether layouts are deterministic.
         self._steps = {False: make_model_step(model, placed)}
         self._scores = {False: make_prompt_step(model)}
-        self._allowed: Any = None  # masks that allow all tokens, if sampling always has masks
         if buckets.deterministic:
             self._steps[True] = make_model_step(model, placed, deterministic=True)
             self._scores[True] = make_prompt_step(model, placed)
-            if masked_sampling:
-                words = buckets.deterministic_step().rows, mask_words(model.config.vocab_size)
-                self._allowed = put_replicated(np.full(words, 2**32 - 1, np.uint32), self._place)
         self._pool_states = make_pooling_step(model)
         large = [layout for layout in buckets.all() if layout.mirrors]
         self._tables: Any = put_replicated(empty_tables(large[0]), self._place) if large else None
@@ -300,7 +303,16 @@ class JaxExecutor:
             self._no_drafts = {
                 len(each[0]): Checked(*put_replicated(each, self._place)) for each in nothing
             }
-        self._masked_sampling = masked_sampling
+        self.stages: list[Buckets] = []
+        self._compiled: set[_Program] = set()
+        self._held: Any  # shapes of what the steps are given beside a batch
+        # Masks that allow all tokens, by rows: sampling has masks always, or never.
+        self._allowed: dict[int, jax.Array] = {}
+        if masked_sampling:
+            words = mask_words(model.config.vocab_size)
+            for rows in buckets.rows:
+                full = np.full((rows, words), 2**32 - 1, np.uint32)
+                self._allowed[rows] = put_replicated(full, self._place)
         self._d_model = model.config.d_model
         self._activations = model.activations or jax.tree.leaves(params)[0].dtype
         self._mover = Mover(model, placed, self._place) if moves_cache else None
@@ -339,7 +351,7 @@ class JaxExecutor:
         """See `Executor`."""
         if full:
             pending = self.compute(layout, packed, targets=targets, wanted=wanted)
-            return self._launch_sampling(pending, self._allowed if layout.deterministic else None)
+            return self._launch_sampling(pending, self._allowed.get(layout.rows))
         done, prompt, pooled = self._launch(layout, layout.greedy(packed), targets, wanted)
         return self._handle(SampleResult(done.tokens), prompt, pooled)
 
@@ -457,24 +469,66 @@ class JaxExecutor:
             raise RuntimeError("a policy without moves_cache moves caches")
         return self._mover
 
+    def compile(self, buckets: Buckets) -> Iterator[None]:
+        """Compiles what these layouts need and earlier ones did not. Yields after each program.
+        Another thread may make other calls meanwhile."""
+        for program in self._programs(buckets):
+            self._compile_once(program)
+            yield
+
+    def _programs(self, buckets: Buckets) -> list[_Program]:
+        """What to compile for these layouts, in order: methods with their arguments.
+
+        Steps with hidden rows come first: they take longest, and should not be left for a single
+        thread at the end. On CPUs the first model step also makes numba compile its kernels, for
+        which all these steps wait; programs without kernels are compiled meanwhile.
+        """
+        layouts = buckets.all()
+        longest_first = sorted(layouts[1:], key=lambda each: (not each.hidden, each.decode_only))
+        found: list[_Program] = [(self._compile, layout) for layout in (layouts[0], *longest_first)]
+        if self._mesh is not None:  # only the step knows where its results are
+            return found
+        found[1:1] = [
+            *((self._compile_sampler, layout.rows) for layout in buckets.sampled()),
+            *((self._compile_scorer, layout) for layout in layouts if _scored(layout)),
+            *((self._compile_transfers, layout) for layout in layouts if layout.mirrors),
+        ]
+        return found + [(self._compile_projection,)] * buckets.hidden
+
+    def _compile_once(self, program: _Program) -> None:
+        if program not in self._compiled:
+            compiler, *arguments = program
+            compiler(*arguments)
+            self._compiled.add(program)
+
     def _compile(self, layout: Layout) -> None:
         """Compiles a model's step; a call with these arguments finds it compiled."""
         step: Any = self._steps[layout.deterministic]
         with self._mesh or contextlib.nullcontext():
-            batch = put_replicated(layout.empty(), self._place)
-            step.lower(*self._arguments(layout, batch), layout=layout).compile()
+            params, pool, newest, adapters = self._held
+            more = (adapters,) if layout.lora else ()
+            batch = self._like((layout.size,), np.int32)
+            step.lower(params, pool, newest, batch, *more, layout=layout).compile()
 
     def _compile_projection(self) -> None:
         """Compiles the projection of hidden caches."""
         layout = self.buckets.projection_layout()
         batch = self._like((layout.size,), np.int32)
-        self._project_to_kv.lower(self.params, self.pool, batch, layout=layout).compile()
+        self._project_to_kv.lower(*self._held[:2], batch, layout=layout).compile()
 
-    def _compile_sampler(self, rows: int, masked: bool) -> None:
+    def _compile_transfers(self, layout: Layout) -> None:
+        """Compiles what makes a packed batch of each length whole on the device."""
+        of = layout.as_expanded()
+        for size in layout.sizes:
+            batch = self._like((size,), np.int32)
+            make = self._keep if size == layout.size else self._expand
+            make.lower(batch, _shapes(self._tables), layout=of).compile()
+
+    def _compile_sampler(self, rows: int) -> None:
         """Compiles sampling with more than plain greedy."""
         vocab, each = self._state.vocab_size, self._like((rows,), np.int32)
         true = self._like((rows,), np.bool_)
-        masks = self._like((rows, mask_words(vocab)), np.uint32) if masked else None
+        masks = self._like((rows, mask_words(vocab)), np.uint32) if self._allowed else None
         checked: Any = None
         if self.buckets.drafts:
             checked = Checked(true, each)  # type: ignore[arg-type]
@@ -486,15 +540,17 @@ class JaxExecutor:
         hidden = self._like((layout.tokens, self._d_model), self._activations)
         score: Any = self._scores[layout.deterministic]
         targets = self._like((layout.tokens,), np.int32)
-        score.lower(self.params, hidden, targets, rows=layout.rows).compile()
+        score.lower(self._held[0], hidden, targets, rows=layout.rows).compile()
         pool: Any = self._pool_states
         logits = self._like((layout.rows, self._state.vocab_size), np.float32)
         wanted = (self._like(each.shape, np.int32) for each in Wanted.nothing(layout))
-        pool.lower(self.params, hidden, logits, *wanted).compile()
+        pool.lower(self._held[0], hidden, logits, *wanted).compile()
 
     def _like(self, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-        """An array on the one device."""
-        place = jax.sharding.SingleDeviceSharding(self._place)
+        """An array where batches are put."""
+        place = self._place
+        if self._mesh is None:
+            place = jax.sharding.SingleDeviceSharding(place)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
 
     def _put_all(self, layout: Layout) -> None:
@@ -508,45 +564,34 @@ class JaxExecutor:
         targets = layout.no_targets() if _scored(layout) else None
         wanted = Wanted.nothing(layout) if _scored(layout) else None
         self.submit(layout, layout.empty(), full=full, targets=targets, wanted=wanted).result()
-        if full and self._masked_sampling:
-            masks = np.zeros((layout.rows, mask_words(self._state.vocab_size)), np.uint32)
-            self.sample(self.compute(layout, layout.empty()), masks).result()
 
     def warmup(
         self,
         progress: Callable[[Iterable[Any]], Iterable[Any]],
         barrier: Callable[[], None] = lambda: None,
+        *,
+        all_steps: bool = True,
     ) -> None:
-        """Compiles every step, so that none compiles later, and runs them on padding.
+        """Compiles the steps, so that none compiles when it is called, and runs them on padding.
 
         Args:
             progress: wraps the list of work, as tqdm does.
             barrier: called before the first step is run.
+            all_steps: whether to compile every step; else only the first of `Buckets.stages`, and
+                the others are left to `compile`. Over several devices it is always every step.
         """
+        if not all_steps and self._mesh is None:
+            self.buckets, *self.stages = self.buckets.stages()
         layouts = self.buckets.all()
         self._state = warm_up(self._state)
-        # XLA compiles several steps at once. Those with hidden rows come first: they take longest,
-        # and should not be left for a single thread at the end. On CPUs the first model step also
-        # makes numba compile its kernels, for which all these steps wait; programs without kernels
-        # are compiled meanwhile.
-        longest_first = sorted(layouts[1:], key=lambda each: (not each.hidden, each.decode_only))
-        ordered = (layouts[0], *longest_first)
-        compiled: list[Callable[[], None]] = [partial(self._compile, each) for each in ordered]
-        if self._mesh is None:  # otherwise only the step knows where its results are
-            masks = (False, True) if self._masked_sampling else (False,)
-            compiled[1:1] = [
-                *(
-                    partial(self._compile_sampler, rows, m)
-                    for rows in self.buckets.rows
-                    for m in masks
-                ),
-                *(partial(self._compile_scorer, layout) for layout in layouts if _scored(layout)),
-            ]
-            if self.buckets.hidden:
-                compiled.append(self._compile_projection)
+        self._held = _shapes((self.params, self.pool, self._state.newest, self._adapters))
+        # XLA compiles several programs at once.
         threads = ThreadPoolExecutor(min(COMPILING, os.cpu_count() or 1))
         try:
-            work: list[Callable[[], Any]] = [threads.submit(one).result for one in compiled]
+            work: list[Callable[[], Any]] = [
+                threads.submit(self._compile_once, program).result
+                for program in self._programs(self.buckets)
+            ]
             work += [barrier, *(partial(self._put_all, layout) for layout in layouts)]
             greedy, sampled = layouts, self.buckets.sampled()
             if self._mesh is None and jax.default_backend() == "cpu":
@@ -570,6 +615,16 @@ class JaxExecutor:
             for columns in RANKS:  # one program each
                 if columns <= self._model_lora.rank:
                     self.put_adapter(0, 0, empty_adapter(self._adapters, columns))
+
+
+def _shapes(arrays: Any) -> Any:
+    """What compilers must know of a tree of arrays, which may be donated meanwhile."""
+
+    def one(array: Any) -> jax.ShapeDtypeStruct:
+        place = array.format if array.committed else None
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
+
+    return jax.tree.map(one, arrays)
 
 
 def _scored(layout: Layout) -> bool:

@@ -30,6 +30,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxserve.engine.device.sampling_state import (
@@ -47,6 +48,7 @@ from jaxserve.sched.request import MAX_TOP_LOGPROBS
 from jaxserve.sched.speculation.choice import MOST
 
 NOT_FINITE = -1
+_ALL = np.uint32(2**32 - 1)  # 32 tokens that may be drawn
 _INF_BITS = 0x7F800000  # float32 infinity
 
 
@@ -123,17 +125,11 @@ def sample_full(
     raw = logits.astype(jnp.float32)
     emit = emit & (slots < state.num_slots)
     rows = _rows(state, jnp.minimum(slots, state.num_slots - 1), emit, checked)
+    more = rows.biased | rows.penalised | rows.early | rows.random
+    if masks is not None:
+        more |= jnp.any(masks != _ALL, axis=1)
     # Each branch returns tokens, not logits: a branch that only passes an array on copies it.
-    if masks is None:
-        tokens = lax.cond(
-            jnp.any(rows.biased | rows.penalised | rows.early | rows.random),
-            _draw,
-            _draw_plain,
-            raw,
-            rows,
-        )
-    else:
-        tokens = _draw(raw, rows, masks)
+    tokens = lax.cond(jnp.any(more), _draw, _draw_plain, raw, rows, masks)
     tokens = jnp.where(argmax(raw) < 0, NOT_FINITE, jnp.maximum(tokens, 0))
     result = lax.cond(
         jnp.any(emit & (rows.knobs.num_logprobs >= 0)),
@@ -182,7 +178,7 @@ def _rows(state: SamplingState, at: jax.Array, emit: jax.Array, checked: Checked
     )
 
 
-def _draw_plain(raw: jax.Array, rows: _Rows) -> jax.Array:
+def _draw_plain(raw: jax.Array, rows: _Rows, masks: jax.Array | None = None) -> jax.Array:
     return argmax(raw)
 
 

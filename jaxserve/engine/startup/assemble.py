@@ -93,6 +93,7 @@ def assemble(
         share_between_keys=config.cache.share_between_keys,
         block_secret=block_secret,
         adapters=adapter_slots(kernels, info.model),
+        compiler=programs.compiler,
         grammar_limits=GrammarLimits(
             config.engine.grammar_compile_s,
             config.engine.grammar_mib,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import ConfigError, ServedModelConfig
 from jaxserve.engine.device.buckets import Buckets
+from jaxserve.engine.device.compilations import StepCompiler
 from jaxserve.engine.device.executor import Executor, JaxExecutor
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.engine.startup.choices.engine_choices import Choices
@@ -109,11 +110,13 @@ class Programs(NamedTuple):
         executor: runs the steps, warm.
         pool_bytes: size of the pool over all devices.
         fingerprint: the system's, see `system_fingerprint`; "" for an executor without a model.
+        compiler: compiles the steps that the executor lacks; None if it has them all.
     """
 
     executor: Executor
     pool_bytes: int = 0
     fingerprint: str = ""
+    compiler: StepCompiler | None = None
 
 
 def build_programs(
@@ -124,14 +127,16 @@ def build_programs(
     progress: Show,
     bar: Callable[[Iterable[Any]], Iterable[Any]],
     barrier: Callable[[], None] = lambda: None,
+    all_steps: bool = True,
 ) -> Programs:
-    """Loads the model, makes the pool and compiles every step.
+    """Loads the model, makes the pool and compiles the steps.
 
     Args:
         tensor: as `mesh.tensor` has it.
         bar: wraps what there is to compile.
         barrier: waits for the other hosts before the first thing that all do at once, and after
             what takes some longer than others.
+        all_steps: as in `JaxExecutor.warmup`.
 
     Raises:
         ConfigError: this host's model has another shape; or as `load_params`.
@@ -175,8 +180,9 @@ def build_programs(
         masked_sampling=blueprint.masked_sampling,
         adapters=_adapters(step_model, blueprint),
     )
-    executor.warmup(bar, barrier)
-    return Programs(executor, pool.nbytes, fingerprint)
+    executor.warmup(bar, barrier, all_steps=all_steps)
+    compiler = StepCompiler(executor) if executor.stages else None
+    return Programs(executor, pool.nbytes, fingerprint, compiler)
 
 
 def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) -> StepModel:

@@ -40,8 +40,9 @@ def build_engine(
     rank: Rank | None = None,
     starter: Starter | None = None,
     block_secret: bytes | None = None,
+    all_steps: bool = True,
 ) -> Engine:
-    """Loads the model, sizes the pool and compiles every step. The engine is ready for `start`.
+    """Loads the model, sizes the pool and compiles the steps. The engine is ready for `start`.
 
     Args:
         config: the configuration.
@@ -51,6 +52,8 @@ def build_engine(
             `jaxserve.engine.startup.follower_executor`. None for one host.
         starter: starts the other hosts; None if they are started separately.
         block_secret: that several engines share whose prefix caches are compared; None for its own.
+        all_steps: whether every step is compiled now. Else the engine starts with few, and compiles
+            the others while it serves, unless the model is on several devices.
 
     Raises:
         ConfigError: with one clear line.
@@ -64,7 +67,7 @@ def build_engine(
         elif config.mesh.hosts != 1:
             raise ConfigError("mesh.hosts: only a server serves a model over several hosts")
         try:
-            return _build(config, progress, group, free, block_secret)
+            return _build(config, progress, group, free, block_secret, all_steps=all_steps)
         except BaseException as error:
             if group is not None:
                 group.close(first_line(error))
@@ -77,6 +80,8 @@ def _build(
     group: Group | None,
     free: tuple[str, int] | None,
     secret: bytes | None,
+    *,
+    all_steps: bool,
 ) -> Engine:
     """free: as in `choose`. secret: `block_secret`."""
     _check_device()
@@ -91,7 +96,9 @@ def _build(
     chosen = dataclasses.replace(chosen, memory=cache.with_pool_as_before(chosen.memory))
     blueprint = Blueprint.from_choices(chosen, masked_sampling=tokenizer.definition() is not None)
     show = Show.where_wanted(progress, lines=config.telemetry.log_format == JSON)
-    programs = _build_programs(config.model, config.mesh.tensor, blueprint, group, show)
+    programs = _build_programs(
+        config.model, config.mesh.tensor, blueprint, group, show, all_steps=all_steps
+    )
     warn_of_overflow(
         programs.executor,
         model.config,
@@ -111,11 +118,19 @@ def _build(
     if group is not None:
         share_fate(engine, group)
     compilation_cache.note(cache_dir)
+    if programs.compiler is not None:
+        programs.compiler.then(functools.partial(compilation_cache.note, cache_dir))
     return engine
 
 
 def _build_programs(
-    served: ServedModelConfig, tensor: int, blueprint: Blueprint, group: Group | None, show: Show
+    served: ServedModelConfig,
+    tensor: int,
+    blueprint: Blueprint,
+    group: Group | None,
+    show: Show,
+    *,
+    all_steps: bool,
 ) -> Programs:
     """As `build_programs`, on all hosts."""
     build = functools.partial(
@@ -125,6 +140,7 @@ def _build_programs(
         blueprint,
         progress=show,
         bar=_compiling(show, kernels=blueprint.backend == "numba"),
+        all_steps=all_steps or group is not None,
     )
     if group is None:
         return build()

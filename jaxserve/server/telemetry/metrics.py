@@ -222,6 +222,8 @@ class EngineMetrics(Collector, Observer):
         yield self._family(GaugeMetricFamily, "expected_wait_seconds", text, waits, "tier")
         text = "Compilations after warm-up; each one stalled every request."
         yield self._counter("compiles_after_warmup", text, stats.compiles_after_warmup)
+        text = "Sizes of batches not compiled yet, or that failed to: larger ones serve."
+        yield self._gauge("sizes_to_compile", text, stats.sizes_to_compile)
         yield self._counter("engine_steps", "Batches executed.", stats.steps)
         yield from self._failures(stats)
 

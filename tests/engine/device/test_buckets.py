@@ -134,3 +134,33 @@ def test_a_deterministic_engine_has_a_single_step(counts: list[int], data: st.Da
     assert asked.fitting(*given, **options) == never.fitting(*given, **options)
     assert asked.all() == [*never.all(), only]
     assert never.fitting(*given, **options, deterministic=True) in never.all()
+
+
+@given(
+    max_rows=st.integers(1, 300),
+    max_tokens=st.integers(1, 4096),
+    hidden=st.booleans(),
+    more=st.sampled_from([{}, {"lora": (64, 256)}, {"drafts": True}, {"deterministic": ASKED}]),
+)
+def test_stages_grow_to_all_layouts(
+    max_rows: int, max_tokens: int, hidden: bool, more: dict[str, Any]
+) -> None:
+    """By layouts that are among the others in the end; any batch fits into the first."""
+    if hidden and more:
+        more = {}
+    buckets = make_buckets(max_rows, max_tokens, width=4, hidden=hidden, **more)
+    stages = buckets.stages()
+    assert stages[-1] == buckets
+    before: set[Any] = set()
+    for stage in stages:
+        layouts = set(stage.all())
+        assert before < layouts <= set(buckets.all())
+        assert stage.padding.rows[-1] == buckets.rows[-1]
+        assert stage.padding.tokens[-1] == buckets.tokens[-1]
+        assert not hidden or stage.projection_layout() == buckets.projection_layout()
+        assert {layout.rows for layout in layouts} == {layout.rows for layout in stage.sampled()}
+        before = layouts
+    assert len(stages[0].all()) <= len(buckets.all())
+    few = {} if hidden else {buckets.rows[0], buckets.rows[-1]}
+    assert not few or set(stages[0].rows) == few
+    assert make_buckets(8, 64, width=4, deterministic=ALWAYS).stages()[1:] == []

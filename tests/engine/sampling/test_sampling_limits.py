@@ -259,6 +259,9 @@ def test_only_what_a_mask_allows_is_drawn(temperature: float) -> None:
     slots, emit = jnp.arange(4), jnp.ones(4, bool)
     _, free = jax.jit(sample_full)(state, logits, slots, emit)
     _, held = jax.jit(sample_full)(state, logits, slots, emit, jnp.asarray(masks))
+    everything = jnp.full_like(masks, 2**32 - 1)
+    _, unmasked = jax.jit(sample_full)(state, logits, slots, emit, everything)
+    jax.tree.map(np.testing.assert_array_equal, unmasked, free)
     tokens = held.tokens.tolist()
     assert tokens[0] == free.tokens[0]
     assert tokens[1:3] == [69, 40]

@@ -148,7 +148,7 @@ def test_another_number_of_blocks_compiles_nothing(
     """The step, and the shape that it is compiled for, are the same: see `make_model_step`."""
     compiled = []
 
-    def warmup(self: JaxExecutor, progress: object, meet: object) -> None:
+    def warmup(self: JaxExecutor, *_: object, all_steps: bool) -> None:
         compiled.append((self.pool.shape, self._steps))
         raise Stop
 
