@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import jax
@@ -339,7 +340,14 @@ def test_the_page_says_what_was_compiled_and_what_was_not(monkeypatch: pytest.Mo
     )
     wish = Wish(choose("write,decode step"), SIZES, "xla")
     checked = [check_model("tiny", t, 1, wish, lambda r: None) for t in (host(), load_target("v4"))]
-    page = report.page(checked, wish.sizes, ["--tensor=1"])
+    # The command names the Python that compiled, where it is not the one of the environment.
+    pages = []
+    for version in ((3, 12, 1), (3, 11, 7)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "version_info", version)
+            pages.append(report.page(checked, wish.sizes, ["--tensor=1"]))
+    newer, page = pages
+    assert 'make compile-check PYTHON=python3.12 ARGS="--tensor=1"' in newer
     assert 'make compile-check ARGS="--tensor=1"' in page
     assert re.search(r"^\| v6e \| 1 \| .* \| [\d.]+ MiB of 1.00 GiB \| xla", page, re.MULTILINE)
     assert "not checked: nothing here" in page
