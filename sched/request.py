@@ -30,6 +30,8 @@ MAX_SEED = 2**63 - 1
 MAX_GRAMMAR = 65_536  # characters
 MAX_SCORED_TOKENS = 16
 MAX_CHOICES = 1024
+MAX_PROGRAM_ID = 128  # characters
+MAX_EXPECTED_CALLS = 10_000
 LEAST_VALUE, MOST_VALUE = 1e-3, 1e3
 _MOST = sys.float_info.max  # an integer may be larger, but could not become a float
 MIN_REPETITION_PENALTY = 1e-6
@@ -366,6 +368,43 @@ class PoolingParams:
 
 
 @dataclass(frozen=True)
+class Program:
+    """What a request says of its program: the calls of one agent run, for whose end somebody waits.
+
+    Attributes:
+        id: Names the program among its tenant's.
+        deadline: From the arrival of the program's first call to the end of its last, in seconds.
+            None says nothing.
+        expected_calls: Calls that are still to come after this one; None if unknown.
+        over: Whether this call is the program's last.
+
+    Raises:
+        InvalidRequest: The id is empty, too long or cannot be printed, the deadline is not a
+            positive, finite time, or more calls are expected than may be, or after the last.
+    """
+
+    id: str
+    deadline: float | None = None
+    expected_calls: int | None = None
+    over: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.id) <= MAX_PROGRAM_ID:
+            limits = f"1 to {MAX_PROGRAM_ID} are allowed"
+            raise InvalidRequest("program", f"has {len(self.id)} characters; {limits}")
+        if not self.id.isprintable():  # it is logged and encoded
+            raise InvalidRequest("program", "has characters that cannot be printed")
+        if self.deadline is not None and not 0 < self.deadline <= _MOST:
+            problem = f"must be a positive time, got {self.deadline}"
+            raise InvalidRequest("program.deadline", problem)
+        if self.expected_calls is not None:
+            _in_range("expected_calls", self.expected_calls, 0, MAX_EXPECTED_CALLS)
+            if self.over and self.expected_calls:
+                problem = f"must be 0 in a program's last call, got {self.expected_calls}"
+                raise InvalidRequest("expected_calls", problem)
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt to continue, or to make a vector of.
 
@@ -394,6 +433,7 @@ class Request:
             speculates. It does not change the text.
         pooling: The result wanted in place of an output; None for an output. `sampling` is then
             NOTHING_SAMPLED.
+        program: The program that it says it is a call of; None if it says nothing.
 
     Raises:
         InvalidRequest: The prompt is empty, the value is not between LEAST_VALUE and MOST_VALUE, or
@@ -416,6 +456,7 @@ class Request:
     prediction: tuple[int, ...] = ()
     adapter: str = ""
     pooling: PoolingParams | None = None
+    program: Program | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxserve.sched.request import SLO, InvalidRequest, Request, SamplingParams, validate
+from jaxserve.sched.request import SLO, InvalidRequest, Program, Request, SamplingParams, validate
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +54,37 @@ def test_sampling_limits(fields: dict[str, Any], message: str) -> None:
 def test_slo_limits(name: str, value: float) -> None:
     with pytest.raises(InvalidRequest, match=rf"slo\.{name}: must be a positive time"):
         SLO(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": ""}, "program: has 0 characters; 1 to 128 are allowed"),
+        ({"id": "a" * 129}, "program: has 129 characters; 1 to 128"),
+        ({"id": "a" * 8_000_000}, "program: has 8000000 characters; 1 to 128"),
+        ({"id": "a\0"}, "program: has characters that cannot be printed"),
+        ({"id": "a\ud800"}, "program: has characters that cannot be printed"),
+        ({"deadline": 0.0}, r"program\.deadline: must be a positive time, got 0"),
+        ({"deadline": -1.0}, r"program\.deadline: must be a positive time"),
+        ({"deadline": float("nan")}, r"program\.deadline: must be a positive time"),
+        ({"deadline": 10**400}, r"program\.deadline: must be a positive time"),
+        ({"expected_calls": -1}, "expected_calls: must be at least 0 and at most 10000, got -1"),
+        ({"expected_calls": 10**400}, "expected_calls: must be at least 0 and at most 10000"),
+        (
+            {"expected_calls": 1, "over": True},
+            "expected_calls: must be 0 in a program's last call, got 1",
+        ),
+    ],
+)
+def test_program_limits(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        Program(**{"id": "a", **fields})
+
+
+def test_a_program_may_say_all_that_it_knows() -> None:
+    said = Program("a" * 128, deadline=1e-300, expected_calls=10_000)
+    last = Program("ü 1", deadline=1e300, expected_calls=0, over=True)
+    assert (said.over, last.over) == (False, True)
 
 
 def test_empty_prompt() -> None:
