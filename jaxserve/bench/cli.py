@@ -22,6 +22,7 @@ The others come with the extra lab:
     jaxserve bench fronts
     jaxserve bench tools
     jaxserve bench kernels
+    jaxserve bench matmuls
     jaxserve bench adapters
     jaxserve bench gpu
     jaxserve bench league
@@ -75,6 +76,7 @@ LAB_COMMANDS = {
     "tools": ("bench.tool_calls", "what it costs a chat that it may call tools"),
     "fidelity": ("bench.fidelity", "how well the simulator predicts this engine"),
     "kernels": ("bench.kernels.kernels", "the kernels against the device's copy and matmul rates"),
+    "matmuls": ("bench.kernels.matmuls", "matmuls of a CPU: our kernels against XLA"),
     "adapters": ("bench.kernels.adapters", "what adapters (LoRA) cost a decode step"),
     "gpu": ("bench.kernels.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
     "league": ("experiments.league.cli", "all policies on all workloads: docs/league.md"),

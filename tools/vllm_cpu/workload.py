@@ -1,4 +1,4 @@
-"""The flags that the three scripts of the comparison share: a model and its requests."""
+"""The flags that the scripts of the comparison share: a model and its requests."""
 
 from __future__ import annotations
 
