@@ -21,6 +21,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import prefill_times
 from jaxserve.sched.cost.size_ratios import SizeRatios
 from jaxserve.sched.plan import BatchPlan
+from jaxserve.sched.programs.program_table import ProgramTable
 from jaxserve.sched.request import Tier
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RequestTable
@@ -121,6 +122,7 @@ class View:
         host: Caches in host memory.
         oracle: For hypothetical policies; None for all others.
         device: Its state, see `step_end`, and how exactly its steps are predicted.
+        programs: What is known of the programs that requests belong to, beside the table's columns.
     """
 
     table: RequestTable
@@ -134,6 +136,7 @@ class View:
     host: HostMemory = field(default_factory=HostMemory)
     oracle: Oracle | None = None
     device: Device = field(default_factory=Device)
+    programs: ProgramTable = field(default_factory=lambda: ProgramTable(RequestTable(0)))
 
     def policy_seed(self) -> int:
         """`seed`, for a policy that draws random numbers: simulations note its use."""

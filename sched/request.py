@@ -377,6 +377,8 @@ class Program:
             None says nothing.
         expected_calls: Calls that are still to come after this one; None if unknown.
         over: Whether this call is the program's last.
+        usual_deadline: Its SLO class's deadline, which counts if no call of the program gives one;
+            None without one.
 
     Raises:
         InvalidRequest: The id is empty, too long or cannot be printed, the deadline is not a
@@ -387,6 +389,7 @@ class Program:
     deadline: float | None = None
     expected_calls: int | None = None
     over: bool = False
+    usual_deadline: float | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.id) <= MAX_PROGRAM_ID:
@@ -434,6 +437,9 @@ class Request:
         pooling: The result wanted in place of an output; None for an output. `sampling` is then
             NOTHING_SAMPLED.
         program: The program that it says it is a call of; None if it says nothing.
+        continues: What it continues, as kind and value, by which its program is found if it names
+            none: `tool` and the id of a call that it answers, `request` and the id of an earlier
+            request, or `key` and a key that calls of a program share.
 
     Raises:
         InvalidRequest: The prompt is empty, the value is not between LEAST_VALUE and MOST_VALUE, or
@@ -457,6 +463,7 @@ class Request:
     adapter: str = ""
     pooling: PoolingParams | None = None
     program: Program | None = None
+    continues: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:

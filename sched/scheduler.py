@@ -29,6 +29,7 @@ from jaxserve.sched.fairness.fair_queue import hold_back, waiting_tenants
 from jaxserve.sched.fairness.fair_share import DECODE_COST, FairShares
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, ProjectToKV, Restore
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
+from jaxserve.sched.programs.program_table import SILENCE, ProgramTable
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
 from jaxserve.sched.speculation.choice import (
@@ -77,6 +78,7 @@ class Scheduler:
         (`sched/cache/prefix_cache.py`).
         retention: Which of these are kept; None for `lru`.
         checked: Whether every plan is checked before it is booked.
+        infer_programs, program_silence: See `ProgramTable`.
     """
 
     def __init__(
@@ -97,10 +99,13 @@ class Scheduler:
         rho: float | None = None,
         projects: bool = False,
         checked: bool = True,
+        infer_programs: bool = False,
+        program_silence: float = SILENCE,
     ) -> None:
         width = blocks_a_plane(max_model_len, block_size)
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
+        self.programs = ProgramTable(self.table, infers=infer_programs, silence=program_silence)
         self.host = HostMemory(host_slots, capacity)
         hidden = policy.hybrid_cache and rho is not None
         self.cache = self._make_cache(block_size, retention, hidden) if prefix_caching else None
@@ -119,6 +124,7 @@ class Scheduler:
             projects,
             host=self.host,
             oracle=oracle,
+            programs=self.programs,
         )
         if self.cache is not None:
             self.cache.retention.seconds = self._page_seconds
@@ -171,8 +177,8 @@ class Scheduler:
             Only hypothetical policies see it.
             number: Its index in the simulated workload, from 0.
             alone: Its latency on an idle engine, if the caller has it from `alone`.
-            first: Row of another continuation of the same prompt, which has just come. If its
-            blocks can be reused, this request waits for it.
+            first: Row of another continuation of the same request, which has just come. If its
+            blocks can be reused, this one waits for it.
             adapter: Number of its adapter; 0 for none.
 
         Returns:
@@ -201,6 +207,7 @@ class Scheduler:
             self._look_up(row)
             if first is not None:
                 self._firsts[row] = first, int(self.table.seq[first])
+        self.programs.begin(row, request, first)
         return row
 
     def know(self, row: int, keys: Sequence[bytes]) -> None:
@@ -290,6 +297,7 @@ class Scheduler:
         """The first half of `schedule`: the policy's next plan, checked. It changes only which
         waiting requests are held back, and which of two equal blocks is read."""
         self._progress.check()
+        self.programs.expire(now)
         if self.cache is not None:
             self.cache.retention.now = self.cache.tenants.now = now
             self._register_again()
@@ -377,11 +385,13 @@ class Scheduler:
         feeds_back = emits & (before > 0)
         decodes = feeds_back & (counts == 1)
         generated = before + emits
-        if len(self.shares) > 1:
+        if len(self.shares) > 1 or self.programs.num_calls:
             new = end - np.clip(table.lost_from[rows], start, end)  # without recomputed tokens
             if plan.drafts is not None:
                 new += plan.drafts
-            self.shares.charge(table.tenant[rows], new + (DECODE_COST - 1.0) * emits)
+            self.programs.charge(rows, new)
+            if len(self.shares) > 1:
+                self.shares.charge(table.tenant[rows], new + (DECODE_COST - 1.0) * emits)
         table.computed[rows], table.generated[rows] = end, generated
         if plan.drafts is not None:
             table.drafted[rows] += plan.drafts
@@ -562,7 +572,14 @@ class Scheduler:
             return self._trial
         return self._patience.waits()
 
-    def finish(self, row: int, *, complete: bool = True, length: int | None = None) -> None:
+    def finish(
+        self,
+        row: int,
+        *,
+        complete: bool = True,
+        length: int | None = None,
+        now: float | None = None,
+    ) -> None:
         """Ends the request, whatever its state, and frees its blocks and its row.
 
         Args:
@@ -571,8 +588,12 @@ class Scheduler:
             learned from; False if it was cancelled, timed out or failed.
             length: Tokens of its output, if that ended before the last token received with it; None
             for all of them.
+            now: When it ended, in seconds; None: with the last token received.
         """
         table = self.table
+        if self.programs.num_calls:
+            ended = float(table.last_token[row]) if now is None else now
+            self.programs.end(row, ended, complete=complete, answer=self._answer_key(row))
         if self.cache is not None:
             self.cache.remove(row)
             self._firsts.pop(row, None)
@@ -584,6 +605,14 @@ class Scheduler:
         table.remove(row)
         if table.num_free == table.capacity:  # no request is left to make progress
             self._progress.advance(0)
+
+    def _answer_key(self, row: int) -> bytes:
+        """Key of the row's last full block if it has tokens of the output; b"" if not, or if it is
+        unknown."""
+        if self.cache is None or not self.cache.knows(row):
+            return b""
+        tokens = self.cache.num_keys(row) * self.pool.block_size
+        return self.cache.last_key(row) if tokens > self.table.prompt_len[row] else b""
 
     @property
     def is_empty(self) -> bool:

@@ -84,6 +84,12 @@ class RequestTable:
         tenant: int64, number in `FairShares`.
         weight: float64, weight of its tenant when it came.
         adapter: int32, number of its adapter; 0 for the base model.
+        program: int64, number of its program (`sched/programs/`); -1 for none.
+        program_start: float64, when the program's first call came; its own arrival without one.
+        program_deadline: float64, when the program's last call has to end; inf for never.
+        calls_before: int64, calls of the program before this one.
+        calls_after: float64, calls that are expected after it; 0 if nothing is known.
+        attained: float64, tokens computed for all calls of the program, each counted once.
         output_lengths: Lengths of finished outputs.
         num_sampling: Requests that are not greedy.
         num_timed: Requests with a TTFT or a TBT.
@@ -125,6 +131,12 @@ class RequestTable:
         self.tenant = np.zeros(capacity, np.int64)  # numbered by `FairShares`
         self.weight = np.ones(capacity)
         self.adapter = np.zeros(capacity, np.int32)
+        self.program = np.full(capacity, -1, np.int64)  # set by `ProgramTable`, as what follows
+        self.program_start = np.zeros(capacity)
+        self.program_deadline = np.full(capacity, np.inf)
+        self.calls_before = np.zeros(capacity, np.int64)
+        self.calls_after = np.zeros(capacity)
+        self.attained = np.zeros(capacity)
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
         self._next_seq = 0
@@ -170,6 +182,9 @@ class RequestTable:
         self.late_gaps[row] = self.longest_gap[row] = 0
         self.preemptions[row] = self.lost_from[row] = self.outlook[row] = 0
         self.last_batch_order[row] = self.preempted_order[row] = 0
+        self.program[row], self.program_start[row] = -1, request.arrival
+        self.program_deadline[row] = np.inf
+        self.calls_before[row] = self.calls_after[row] = self.attained[row] = 0
         self.tier[row], self.adapter[row] = request.tier, 0
         self.greedy[row] = request.sampling.is_plain_greedy
         self.alone[row], self.value[row] = alone.ttft, request.value
