@@ -15,6 +15,7 @@ _OFFLINE = {
     "LLM": "jaxserve.offline.llm",
     "Grammar": "jaxserve.sched.request",
     "Observer": "jaxserve.engine.stats",
+    "Program": "jaxserve.sched.request",
     "RequestOutput": "jaxserve.offline.outputs",
     "SamplingParams": "jaxserve.sched.request",
     "SLO": "jaxserve.sched.request",

@@ -406,6 +406,10 @@ class Program:
                 problem = f"must be 0 in a program's last call, got {self.expected_calls}"
                 raise InvalidRequest("expected_calls", problem)
 
+    def going_on(self) -> Program:
+        """The same, said by a call that is not the last."""
+        return replace(self, over=False)
+
 
 @dataclass(frozen=True)
 class Request:

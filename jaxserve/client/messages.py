@@ -20,6 +20,7 @@ POOLING_TYPES = {
 _OPTIONS = frozenset(
     {"request_id", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "model"}
 )
+_PROGRAM = frozenset(pb.Program.DESCRIPTOR.fields_by_name)
 _SLO = frozenset(pb.Slo.DESCRIPTOR.fields_by_name)
 
 
@@ -35,6 +36,7 @@ def make_request(
     prompt_cache_key: str = "",
     prediction: str = "",
     model: str = "",
+    program: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> pb.GenerateRequest:
     """The message for one prompt. Limits are checked by the server.
@@ -50,6 +52,8 @@ def make_request(
         prompt_cache_key: requests with the same key go to the same of several replicas.
         prediction: the likely output, used for drafts; it changes no text.
         model: name of an adapter; empty for the model itself.
+        program: the program that this is a call of: its `id`, and any of `deadline_ms`,
+            `expected_calls` and `over`; None says nothing.
         sampling: fields of jaxserve.sched.request.SamplingParams; None leaves the server's default.
 
     Raises:
@@ -68,6 +72,10 @@ def make_request(
     _set_targets(message, slo, tier)
     _set_prompt(message, prompt)
     _fill(message.sampling, sampling)
+    if program is not None:
+        _known("field of program", program, _PROGRAM)
+        message.program.SetInParent()
+        _fill(message.program, program)
     return message
 
 

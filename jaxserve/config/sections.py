@@ -340,6 +340,11 @@ class SchedulerConfig:
             it learns while serving. Empty: a few steps are timed at the first start, in at most 20
             s, and the result is kept beside the compiled steps.
         seed: Seed of policies that draw random numbers.
+        infer_programs: Whether calls that name no program belong to the one that they continue, by
+            tool calls, previous_response_id, the prompt's beginning or prompt_cache_key; false:
+            only those that name one belong to one.
+        program_silence_s: Seconds without a call after which a program counts as ended; longer if
+            its tools take longer. 1 to 1,000,000.
     """
 
     policy: str = "goodput"
@@ -350,6 +355,8 @@ class SchedulerConfig:
     max_queue: int = 256
     profile: str = ""
     seed: int = 0
+    infer_programs: bool = True
+    program_silence_s: float = 300.0
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_rows"):
@@ -361,6 +368,8 @@ class SchedulerConfig:
         )
         _check(self, "scheduler.max_queue", self.max_queue >= 0, " must be at least 0")
         _check(self, "scheduler.seed", 0 <= self.seed <= MAX_SEED, f" must be 0 to {MAX_SEED}")
+        fits = 1 <= self.program_silence_s <= 1e6
+        _check(self, "scheduler.program_silence_s", fits, " must be 1 to 1,000,000")
 
 
 @dataclass(frozen=True)
@@ -421,8 +430,9 @@ class ServerConfig:
         response_keep_hours: Hours after which a response is dropped.
         response_key_share: Share of both for the responses of one API key.
         slo_classes: Named targets, which a request may use instead of its own: any of ttft=, tbt=,
-            jct= and max_tbt=, tier=best_effort, and value=, what meeting them is worth (1; used by
-            policy goodput). Your own classes are added to these:
+            jct= and max_tbt=, tier=best_effort, value=, what meeting them is worth (1; used by
+            policy goodput), and program=, the deadline of programs that give none. Your own classes
+            are added to these:
             --config.server.slo_classes.mine=ttft=2s:tbt=50ms. The defaults' tokens come at reading
             speed (AccelGen section 1: 0.1875 s each), or at half of it.
         tool_format: How the model writes tool calls: harmony, hermes, json, llama3, mistral,

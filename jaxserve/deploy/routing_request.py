@@ -18,7 +18,7 @@ from jaxserve.engine.block_keys import BlockKeys
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.text.detokenizer import load_tokenizer
 from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, marks_of
-from jaxserve.sched.request import MAX_N, InvalidRequest
+from jaxserve.sched.request import MAX_N, InvalidRequest, Program
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.slo.slo_columns import TARGETS
 from jaxserve.server.access.api_keys import Caller, Keys, Unauthenticated, authorization
@@ -53,6 +53,7 @@ _KINDS: Mapping[str, type[Targeted]] = {
     POOLING: EmbeddingRequest,
 }
 _INLINE_CHARS = 2000  # encoding takes about a microsecond a character
+_PROGRAM = "\0"  # before a program's id, which cannot have it, to tell it from other hints
 _MANY_TOKENS = 1 << 30  # for a text that is too long and will be refused
 
 
@@ -115,9 +116,10 @@ class RoutingRequestBuilder:
         caller = self._caller(headers)
         level = requested_level(self._classes, slo, tier, slo_class, caller)
         made = self._request(prompts, n, level, told=told)
+        program = request_options.requested_program(call)
         hint = call.prompt_cache_key or ""
         salt = call.cache_salt or ""
-        return self._with_keys(made, [] if told else prompts, caller, salt, hint)
+        return self._with_keys(made, [] if told else prompts, caller, salt, hint, program)
 
     def _from_message(
         self, message: _Message, metadata: Iterable[tuple[str, str | bytes]]
@@ -136,7 +138,10 @@ class RoutingRequestBuilder:
         level = requested_level(self._classes, slo, tier, message.slo_class, caller)
         made = self._request(prompts, n, level, told=told)
         salt, hint = message.cache_salt, message_conversion.cache_key_of(message)
-        return self._with_keys(made, [] if told else prompts, caller, salt, hint)
+        program = None
+        if isinstance(message, pb.GenerateRequest):
+            program = message_conversion.program_from_message(message)
+        return self._with_keys(made, [] if told else prompts, caller, salt, hint, program)
 
     def adapters_of(
         self, headers: Iterable[tuple[str | bytes, str | bytes]]
@@ -162,8 +167,19 @@ class RoutingRequestBuilder:
         caller: Caller,
         salt: str,
         hint: str,
+        program: Program | None,
     ) -> RoutingRequest:
-        """Adds the keys by which routers know the prompts: those that all prompts share."""
+        """Adds the keys by which routers know the prompts, those that all prompts share, and the
+        hint: the program's, if there is one, or else the given one.
+
+        Args:
+            made: The routing request.
+            prompts: The prompts whose keys are wanted.
+            caller: The client.
+            salt: As `Request.cache_salt`.
+            hint: The prompt's cache key.
+            program: The call's program.
+        """
         if self._block_keys is None or made is NOTHING:
             return made
         tenant = caller.name
@@ -173,7 +189,11 @@ class RoutingRequestBuilder:
             )
             for length, tokens in prompts
         ]
-        return made._replace(marks=_common(marks), hint=self._block_keys.hint(hint, tenant, salt))
+        if program is None:
+            key = self._block_keys.hint(hint, tenant, salt)
+        else:
+            key = self._block_keys.hint(_PROGRAM + program.id, tenant)
+        return made._replace(marks=_common(marks), hint=key, of_program=program is not None)
 
     def _request(
         self,

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -65,6 +65,14 @@ class _Command(enum.Enum):
     """Commands to the engine's thread, besides requests and cancellations."""
 
     RESET_PREFIX_CACHE = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class _ToolCalls:
+    """See `Engine.note_tools`."""
+
+    request_id: str
+    tools: Mapping[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +158,7 @@ class Engine:
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
         # Strings are ids of requests to cancel.
-        self._inbox: deque[Submit | str | _Command | _PutAdapter | Buckets] = deque()
+        self._inbox: deque[Submit | str | _Command | _PutAdapter | _ToolCalls | Buckets] = deque()
         self._using: dict[str, Adapter] = {}  # by request id
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
@@ -418,6 +426,17 @@ class Engine:
             self._inbox.append(request_id)
             self._wake.notify()
 
+    def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
+        """Notes that a request's answer asks for tools, before anybody can answer them.
+
+        Args:
+            request_id: the request.
+            tools: names of the tools, by the ids of the calls.
+        """
+        with self._wake:
+            self._inbox.append(_ToolCalls(request_id, tools))
+            self._wake.notify()
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached prefixes: requests submitted after this find none of them. Running
         requests keep the blocks that they read."""
@@ -459,6 +478,8 @@ class Engine:
             prefix_cache_host_hits={} if cache is None else _by_tier(cache.num_host_hit),
             prefix_cache_host_tokens=0 if cache is None else cache.num_on_host * pool.block_size,
             prefix_cache_evicted=0 if cache is None else cache.num_evicted * pool.block_size,
+            programs_running=scheduler.programs.num_running,
+            programs_waiting=scheduler.programs.num_waiting,
         )
 
     def expected_wait(self, request: Request) -> Wait:
@@ -625,7 +646,9 @@ class Engine:
         """Handles commands of other threads. False if the engine is to end."""
         with self._wake:
             if wait and not (self._inbox or self._stop):
-                self._wake.wait_for(lambda: self._inbox or self._stop)
+                ready = functools.partial(self._wake.wait_for, lambda: self._inbox or self._stop)
+                while not ready(timeout=self._step_loop.rest()):
+                    self._step_loop.expire()
                 first = self._inbox[0] if self._inbox else None
                 self._step_loop.woke(first.at if isinstance(first, Submit) else None)
             if self._stop:
@@ -639,6 +662,8 @@ class Engine:
                 self._step_loop.reset_prefix_cache()
             elif isinstance(command, _PutAdapter):
                 self._fill(command)
+            elif isinstance(command, _ToolCalls):
+                self._step_loop.note_tools(command.request_id, command.tools)
             elif isinstance(command, Buckets):
                 self._use(command)
             else:

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.programs.verdict import ProgramVerdict
 from jaxserve.sched.request import USUAL_POOLING, PoolingParams, Request, Tier
 from jaxserve.sched.slo.verdict import Verdict
 
@@ -185,6 +186,9 @@ class EngineStats:
         prefix_cache_host_hits: by tier, found tokens that were in host memory.
         prefix_cache_host_tokens: tokens in host memory that may be found there.
         prefix_cache_evicted: evicted tokens, which are not in host memory either.
+        programs_running: programs with calls in the engine, as far as they are named or have had
+        several calls.
+        programs_waiting: likewise, programs whose next call is expected.
     """
 
     waiting: int
@@ -213,6 +217,8 @@ class EngineStats:
     prefix_cache_host_hits: dict[str, int] = field(default_factory=dict)
     prefix_cache_host_tokens: int = 0
     prefix_cache_evicted: int = 0
+    programs_running: int = 0
+    programs_waiting: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -309,6 +315,12 @@ class Observer:
 
     def on_finish(self, stats: RequestStats) -> None:
         """A continuation has ended, for any reason. Called once for each."""
+
+    def on_program(self, verdict: ProgramVerdict) -> None:
+        """A program has ended. Called once for each that was named or had several calls."""
+
+    def on_program_pause(self, seconds: float) -> None:
+        """A program's next call has come, so long after its last one ended."""
 
     def on_stop(self) -> None:
         """The engine has stopped. No other call follows."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ from jaxserve.sched.cache.cache_kinds import HIDDEN
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, SloProblem
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
+from jaxserve.sched.programs.verdict import ProgramVerdict
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.slo.tiers import lengthening
@@ -143,6 +145,8 @@ class StepLoop:
         self._info, self._compiles = info, compiles
         self.watch, self._clock, self._on_over = watch, clock, on_over
         scheduler.view.device.ratios = watch.ratios
+        scheduler.programs.on_verdict = self._tell_program
+        scheduler.programs.on_pause = self._tell_pause
         self._by_id: dict[str, list[Continuation]] = {}
         self._columns = np.zeros(MAX_LORAS + 1, np.int32)  # by adapter, end of its columns
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
@@ -232,6 +236,25 @@ class StepLoop:
                 self._end(continuation, FinishReason.CANCELLED)
             except BaseException as error:
                 self._fail(continuation, error)
+
+    def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
+        """See `ProgramTable.note_tools`."""
+        self._scheduler.programs.note_tools(request_id, tools)
+
+    def rest(self) -> float | None:
+        """Seconds until `expire` may have something to do; None for never."""
+        when = self._scheduler.programs.next_check
+        return None if when == math.inf else max(when - self._clock(), 0.0)
+
+    def expire(self) -> None:
+        """Ends programs that have fallen silent."""
+        self._scheduler.programs.expire(self._clock())
+
+    def _tell_program(self, verdict: ProgramVerdict) -> None:
+        self.observers.notify(lambda observer: observer.on_program(verdict))
+
+    def _tell_pause(self, seconds: float) -> None:
+        self.observers.notify(lambda observer: observer.on_program_pause(seconds))
 
     def pad(self, padding: Padding) -> None:
         """Plans and predicts with other sizes of steps from now on."""
@@ -694,7 +717,9 @@ class StepLoop:
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         self._release_slot(continuation)
         length = len(continuation.output_tokens)
-        self._scheduler.finish(continuation.row, complete=reason in COMPLETE, length=length)
+        self._scheduler.finish(
+            continuation.row, complete=reason in COMPLETE, length=length, now=now
+        )
         del self.live[continuation.row]
         siblings = self._by_id[request.id]
         siblings.remove(continuation)

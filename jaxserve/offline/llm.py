@@ -31,6 +31,7 @@ from jaxserve.sched.request import (
     SLO,
     InvalidRequest,
     PoolingParams,
+    Program,
     Request,
     SamplingParams,
     Tier,
@@ -60,6 +61,7 @@ class _About(NamedTuple):
     model: str = ""
     prediction: str = ""
     pooling: PoolingParams | None = None
+    program: Program | None = None
 
 
 class LLM:
@@ -121,6 +123,7 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
         prediction: str | Sequence[str] = "",
+        program: Program | None = None,
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues each prompt. There may be more prompts than the engine can queue. Ctrl-C
@@ -137,6 +140,7 @@ class LLM:
             adapter: name of the adapter of all, see `load_adapter`; "" for none.
             prediction: the likely output, one for all or one for each. A policy with `+spec` drafts
                 from it; it changes no text.
+            program: the program that all are calls of; the last one is the last if it is `over`.
             progress: whether to show a bar.
 
         Returns:
@@ -147,7 +151,7 @@ class LLM:
             ValueError: If the number of `sampling` or `prediction` differs from that of the
                 prompts.
         """
-        about = _about(slo, tier, cache_salt, adapter)
+        about = _about(slo, tier, cache_salt, adapter)._replace(program=program)
         work = self._generate(_several(prompts), sampling, about, prediction, progress)
         return self._loop.run(work)
 
@@ -238,6 +242,7 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
         prediction: str = "",
+        program: Program | None = None,
     ) -> Iterator[Piece]:
         """Yields the output of one prompt as it is generated. Closing the iterator cancels the
         request.
@@ -250,8 +255,9 @@ class LLM:
             cache_salt: only requests with the same salt share computed prompts.
             adapter: name of its adapter; "" for none.
             prediction: as in `generate`.
+            program: the program that it is a call of; None says nothing.
         """
-        about = _About(slo or SLO(), tier, cache_salt, adapter, prediction)
+        about = _About(slo or SLO(), tier, cache_salt, adapter, prediction, program=program)
         return self._loop.iterate(self._stream(prompt, sampling, about))
 
     async def agenerate(
@@ -264,11 +270,12 @@ class LLM:
         cache_salt: str = "",
         adapter: str = "",
         prediction: str | Sequence[str] = "",
+        program: Program | None = None,
         bar: bool = False,
     ) -> list[RequestOutput]:
         """`generate` for callers on an event loop of their own. See `generate` for the arguments;
         `bar` is its `progress`."""
-        about = _about(slo, tier, cache_salt, adapter)
+        about = _about(slo, tier, cache_salt, adapter)._replace(program=program)
         work = self._generate(_several(prompts), sampling, about, prediction, bar)
         return await asyncio.wrap_future(self._loop.submit(work))
 
@@ -397,9 +404,12 @@ class LLM:
         default = sampling or self._default_sampling()
         chosen = _one_each("sampling", default, SamplingParams, len(prompts))
         likely = _one_each("prediction", prediction, str, len(prompts))
+        program = about.program
+        before = about._replace(program=None if program is None else program.going_on())
+        shared = [before] * (len(prompts) - 1) + [about]
         wanted = [
-            await self._make_request(prompt, params, about._replace(prediction=text))
-            for prompt, params, text in zip(prompts, chosen, likely, strict=True)
+            await self._make_request(prompt, params, of._replace(prediction=text))
+            for prompt, params, text, of in zip(prompts, chosen, likely, shared, strict=False)
         ]
         outputs = [_empty(p, request) for p, request in zip(prompts, wanted, strict=True)]
         await self._serve(wanted, [output.add for output in outputs], "generating", bar)

@@ -24,7 +24,9 @@ class RoutingRequest(NamedTuple):
         sequences: continuations that the engine computes.
         prompts: how many of them compute their prompt. Others of the same prompt find it cached.
         marks: the common prefix of its prompts, from `marks_of`; empty without reuse.
-        hint: the same bytes for calls that begin alike, according to the client; or empty.
+        hint: the same bytes for calls that begin alike, according to the client, or for calls of a
+            program; or empty.
+        of_program: whether the hint is a program's.
     """
 
     prompt_len: int
@@ -36,6 +38,7 @@ class RoutingRequest(NamedTuple):
     prompts: int = 1
     marks: bytes = b""
     hint: bytes = b""
+    of_program: bool = False
 
     @classmethod
     def from_request(cls, request: Request, block_size: int) -> RoutingRequest:

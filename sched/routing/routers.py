@@ -17,6 +17,7 @@ from jaxserve.sched.routing.random_draws import below, drawn, seeded
 
 BOUND = 1.25  # multiple of the mean load from which prefixes do not count
 HINT = 0.02  # targets that may be lost to follow a hint
+TOGETHER = 0.25  # likewise, to keep a program on the replica that knows its deadline
 
 
 class NoReplica(LookupError):
@@ -104,7 +105,7 @@ def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: flo
     value = np.where(up, violation(s, work, short, ask, fleet.found(ask), now), np.inf)
     hinted = _hinted(fleet, ask)
     if hinted is not None:
-        value[hinted] -= HINT
+        value[hinted] -= TOGETHER if ask.of_program else HINT
     return lots.least(value)
 
 

@@ -174,17 +174,19 @@ def _parse(part: str) -> SloClass:
     return SloClass(name, share, *_asked(where, values), greedy, value)
 
 
-def parse_terms(where: str, text: str) -> tuple[SLO, Tier, float]:
+def parse_terms(where: str, text: str) -> tuple[SLO, Tier, float, float | None]:
     """Parses the terms of a class without its name and share, such as `ttft=500ms:tbt=50ms` or
-    `tier=best_effort:value=0.5`. `greedy` is not one of them: requests set it themselves. The
-    SloClassError begins with `where`.
+    `tier=best_effort:value=0.5`. `greedy` is not one of them: requests set it themselves, and
+    `program` is only here: a class's deadline of programs. The SloClassError begins with `where`.
 
     Returns:
-        Its targets, tier and `Request.value`.
+        Its targets, tier, `Request.value` and `Program.usual_deadline`.
     """
-    values = values_of(where, text.split(":"), ("tier", "value", *ALL_TARGETS))
+    values = values_of(where, text.split(":"), ("tier", "value", *ALL_TARGETS, "program"))
     value = value_of(f"{where}: value", values.pop("value", "1"))
-    return (*_asked(where, values), value)
+    program = values.pop("program", None)
+    deadline = None if program is None else time_of(f"{where}: program", program)
+    return (*_asked(where, values), value, deadline)
 
 
 def values_of(where: str, items: Sequence[str], keys: Sequence[str]) -> dict[str, str]:

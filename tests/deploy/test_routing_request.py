@@ -236,6 +236,21 @@ def test_nobody_has_the_marks_or_hints_of_others(monkeypatch: pytest.MonkeyPatch
     assert asked(made, None, prompt=LONG) == NOTHING
 
 
+def test_calls_of_a_program_have_its_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their cache keys and salts, at either door, and no other calls."""
+    made = finding(monkeypatch)
+    first = asked(made, prompt=LONG, program="a", prompt_cache_key="x")
+    other = asked(made, prompt="short", program="a", program_over=True, cache_salt="s")
+    message = make_request(LONG, program={"id": "a"}, prompt_cache_key="y")
+    by_grpc = asyncio.run(made.from_grpc(message))
+    assert first.of_program and first.hint == other.hint == by_grpc.hint and by_grpc.of_program
+    keyed = asked(made, prompt=LONG, prompt_cache_key="a")
+    assert not keyed.of_program and keyed.hint != first.hint
+    assert asked(made, prompt=LONG, program="b").hint not in (first.hint, keyed.hint)
+    assert asked(made, prompt=LONG, program="x" * 129) == NOTHING
+    assert asked(made, prompt=LONG, program_over=True) == NOTHING
+
+
 def test_what_headers_and_keys_say_of_targets_counts(
     monkeypatch: pytest.MonkeyPatch, builder: RoutingRequestBuilder
 ) -> None:

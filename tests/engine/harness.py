@@ -28,6 +28,7 @@ from jaxserve.sched.request import (
     NOTHING_SAMPLED,
     SLO,
     PoolingParams,
+    Program,
     Request,
     SamplingParams,
     Tier,
@@ -270,13 +271,16 @@ def send(
     slo: SLO | None = None,
     adapter: str = "",
     tenant: str = "",
+    program: Program | None = None,
+    continues: tuple[tuple[str, str], ...] = (),
     **sampling: Any,
 ) -> tuple[str, Stream]:
     """Submits one request; its id and its stream."""
     params = SamplingParams(**sampling)
     stream = Stream(left=params.n, on_output=on_output)
     name = f"request-{next(_names)}"
-    who = {"adapter": adapter, "tenant": tenant}
+    who: dict[str, Any] = {"adapter": adapter, "tenant": tenant}
+    who |= {"program": program, "continues": continues}
     request = Request(name, tuple(prompt), params, slo or SLO(), tier, **who)
     on.check(request)
     on.submit(request, stream)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,6 +136,7 @@ class FakeEngine:
         self.cached_tokens = 0  # of every prompt, as far as it has so many
         self.drafts = 0, 0  # of every continuation: right, and wrong
         self.resets = 0
+        self.tools: list[tuple[str, dict[str, str]]] = []  # as noted, by request
         self.loaded: dict[str, Adapter] = {}
         self.problems: tuple[SloProblem, ...] = ()
         self.gives_up = False  # whoever comes
@@ -191,6 +192,9 @@ class FakeEngine:
         if self.loaded.pop(name, None) is None:
             raise UnknownAdapter(name)
 
+    def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
+        self.tools.append((request_id, dict(tools)))
+
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
@@ -219,6 +223,8 @@ class FakeEngine:
             prefix_cache_host_hits={"realtime": 80, "best_effort": 0},
             prefix_cache_host_tokens=96,
             prefix_cache_evicted=160,
+            programs_running=2,
+            programs_waiting=5,
         )
 
     def block_map(self) -> np.ndarray:

@@ -79,6 +79,8 @@ def assemble(
         seed=config.scheduler.seed,
         rho=initial.rho,
         projects=kernels.model.hidden_read == PROJECTED,
+        infer_programs=config.scheduler.infer_programs,
+        program_silence=config.scheduler.program_silence_s,
     )
     info = _info(config, chosen, scheduler, initial, programs)
     engine = Engine(

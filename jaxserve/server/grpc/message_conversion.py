@@ -21,6 +21,7 @@ from jaxserve.sched.request import (
     Grammar,
     InvalidRequest,
     PoolingType,
+    Program,
     Tier,
     at_most_entries,
 )
@@ -32,9 +33,10 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY, RequestFields
 from jaxserve.server.requests.milliseconds import targets_ms, timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
-from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets
+from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets, said_program
 
 _MANY_BYTES = 4096
+_PROGRAM = ("program.id", "program.deadline_ms", "program.expected_calls", "program.over")
 _LISTS = {
     "logit_bias": MAX_LOGIT_BIAS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -64,8 +66,29 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
     check_unknown_fields("request", message)
     cache_key_of(message)
     prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
-    likely = message.prediction
-    return RequestFields(prompt, sampling, **shared_fields(message, caller), prediction=likely)
+    key = message.prompt_cache_key
+    return RequestFields(
+        prompt,
+        sampling,
+        **shared_fields(message, caller),
+        prediction=message.prediction,
+        program=program_from_message(message),
+        continues=(("key", key),) if key else (),
+    )
+
+
+def program_from_message(message: pb.GenerateRequest) -> Program | None:
+    """What a message says of its program; None if it says nothing. Raises InvalidRequest."""
+    if not message.HasField("program"):
+        return None
+    said = message.program
+    return said_program(
+        said.id,
+        said.deadline_ms if said.HasField("deadline_ms") else None,
+        said.expected_calls if said.HasField("expected_calls") else None,
+        said.over,
+        _PROGRAM,
+    )
 
 
 def shared_fields(
@@ -208,7 +231,14 @@ def server_info_message(
     fields = {**asdict(info), "pooling": _POOLING_VALUES[info.pooling.pooling]}
     fields["normalize"] = info.pooling.normalize
     listed = [
-        pb.SloClass(name=name, targets=targets_ms(level.slo), tier=_TIER_VALUES[level.tier])
+        pb.SloClass(
+            name=name,
+            targets=targets_ms(level.slo),
+            tier=_TIER_VALUES[level.tier],
+            program_deadline_ms=None
+            if level.program_deadline is None
+            else 1000 * level.program_deadline,
+        )
         for name, level in classes.items()
     ]
     return pb.GetServerInfoResponse(version=__version__, **fields, slo_classes=listed)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.config import SchedulerConfig
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
 from jaxserve.sched.cache.pool_map import BlockUse
+from jaxserve.sched.programs.verdict import ProgramVerdict
 from jaxserve.sched.request import SLO, Request, Tier
 from jaxserve.server.requests.call_outcome import CallOutcome, CallRecord
 from jaxserve.server.requests.engine_client import EngineClient
@@ -38,6 +39,7 @@ class LiveFeed(Observer):
         self._between: dict[Tier, _Times] = {tier: deque(maxlen=_MAX_TIMES) for tier in Tier}
         self._verdicts: deque[tuple[float, str, int]] = deque(maxlen=_MAX_TIMES)
         self._given_up: Counter[str] = Counter()  # requests that have not ended, by class
+        self._programs: deque[tuple[float, str]] = deque(maxlen=_MAX_TIMES)  # when, outcome
         self._prompts: deque[tuple[float, int]] = deque(maxlen=_MAX_TIMES)
         self._seen = 0  # steps
 
@@ -69,6 +71,10 @@ class LiveFeed(Observer):
             came_of_it = MET if verdict.met else MISSED
             self._verdicts.append((time.monotonic(), verdict.slo_class, came_of_it))
 
+    def on_program(self, verdict: ProgramVerdict) -> None:
+        """Keeps what came of the program."""
+        self._programs.append((time.monotonic(), verdict.outcome))
+
     # Called on the event loop's thread.
 
     def on_call(self, record: CallRecord) -> None:
@@ -93,6 +99,11 @@ class LiveFeed(Observer):
             "newcomer": self._newcomer(since),
             "steps": [_strip(step) for step in tuple(self._steps)],
             "seen": self._seen,
+            "programs": {
+                "running": stats.programs_running,
+                "waiting": stats.programs_waiting,
+                "ended": Counter(what for at, what in tuple(self._programs) if at >= since),
+            },
             "pool": self._pool(stats),
             "prefix_cache_hits": _share(stats.prefix_cache_hits, stats.prefix_cache_queries),
             "attainment": self._attained(since),

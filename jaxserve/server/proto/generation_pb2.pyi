@@ -72,14 +72,28 @@ class Slo(_message.Message):
     def __init__(self, ttft_ms: _Optional[float] = ..., tbt_ms: _Optional[float] = ..., jct_ms: _Optional[float] = ..., max_tbt_ms: _Optional[float] = ...) -> None: ...
 
 class SloClass(_message.Message):
-    __slots__ = ("name", "targets", "tier")
+    __slots__ = ("name", "targets", "tier", "program_deadline_ms")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TARGETS_FIELD_NUMBER: _ClassVar[int]
     TIER_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     name: str
     targets: Slo
     tier: Tier
-    def __init__(self, name: _Optional[str] = ..., targets: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ...) -> None: ...
+    program_deadline_ms: float
+    def __init__(self, name: _Optional[str] = ..., targets: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., program_deadline_ms: _Optional[float] = ...) -> None: ...
+
+class Program(_message.Message):
+    __slots__ = ("id", "deadline_ms", "expected_calls", "over")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_CALLS_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    deadline_ms: float
+    expected_calls: int
+    over: bool
+    def __init__(self, id: _Optional[str] = ..., deadline_ms: _Optional[float] = ..., expected_calls: _Optional[int] = ..., over: bool = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs", "stop_token_ids", "stop", "ignore_eos", "n", "grammar", "prompt_logprobs", "deterministic")
@@ -153,7 +167,7 @@ class JsonObject(_message.Message):
     def __init__(self) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "slo", "tier", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "prediction", "model")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "slo", "tier", "slo_class", "serve_late", "cache_salt", "prompt_cache_key", "prediction", "model", "program")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +180,7 @@ class GenerateRequest(_message.Message):
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     PREDICTION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROGRAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -178,7 +193,8 @@ class GenerateRequest(_message.Message):
     prompt_cache_key: str
     prediction: str
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., slo_class: _Optional[str] = ..., serve_late: bool = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., prediction: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    program: Program
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., slo: _Optional[_Union[Slo, _Mapping]] = ..., tier: _Optional[_Union[Tier, str]] = ..., slo_class: _Optional[str] = ..., serve_late: bool = ..., cache_salt: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., prediction: _Optional[str] = ..., model: _Optional[str] = ..., program: _Optional[_Union[Program, _Mapping]] = ...) -> None: ...
 
 class TopLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -43,6 +43,15 @@ class EngineClient(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """Idempotent; a final Output with CANCELLED follows for each unfinished continuation."""
+
+    def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
+        """Notes that a request's answer asks for tools; returns at once. A later request that
+        answers them belongs to the same program.
+
+        Args:
+            request_id: The request.
+            tools: Names of the tools, by the ids of the calls.
+        """
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache for all requests submitted from now on; returns at once. Does

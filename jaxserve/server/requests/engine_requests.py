@@ -25,6 +25,7 @@ from jaxserve.sched.request import (
     Grammar,
     InvalidRequest,
     PoolingParams,
+    Program,
     Request,
     SamplingParams,
     Thinking,
@@ -91,6 +92,9 @@ class RequestFields:
         model: name of an adapter, or of the model itself; "" is the model.
         pooling: the vector or scores that are wanted in place of generated text, with an empty
             `sampling`; None generates text.
+        program: what it says of its program; None if it says nothing. The class's deadline is still
+            missing.
+        continues: as `Request.continues`.
     """
 
     prompt: str | Sequence[int]
@@ -105,6 +109,8 @@ class RequestFields:
     prediction: str = ""
     model: str = ""
     pooling: PoolingParams | None = None
+    program: Program | None = None
+    continues: tuple[tuple[str, str], ...] = ()
 
 
 class EngineRequests:
@@ -242,7 +248,10 @@ class EngineRequests:
         for place, prompt in enumerate(prompts):
             await asyncio.sleep(0)  # each may take milliseconds: lets other tasks run
             own = _numbered(shared.request_id, place)
-            fields = dataclasses.replace(shared, prompt=prompt, request_id=own)
+            program = shared.program
+            if program is not None and place + 1 < len(prompts):
+                program = program.going_on()
+            fields = dataclasses.replace(shared, prompt=prompt, request_id=own, program=program)
             try:
                 wanted.append(await self.make_request(fields))
             except InvalidRequest as error:
@@ -356,6 +365,9 @@ class EngineRequests:
             room = self.max_output_tokens(len(tokens))
             fits = max(params.min_tokens, min(params.max_tokens, room))
             params = dataclasses.replace(params, max_tokens=fits)
+        program = fields.program
+        if program is not None and level.program_deadline is not None:
+            program = dataclasses.replace(program, usual_deadline=level.program_deadline)
         name = own or uuid.uuid4().hex
         request = Request(
             id=name if caller is None else caller.scoped(name),
@@ -373,6 +385,8 @@ class EngineRequests:
             pooling=fields.pooling,
             tenant="" if caller is None else caller.name,
             weight=None if caller is None or caller.key is None else caller.weight,
+            program=program,
+            continues=fields.continues,
         )
         self._engine.check(request)
         return request
@@ -454,6 +468,12 @@ class EngineRequests:
         if record is not None:  # outputs come later, through the loop
             record.opened()
         return stream
+
+    def note_tools(self, request: Request, tools: Mapping[str, str]) -> None:
+        """Notes that a request's answer asks for tools, before its client reads that. Any thread
+        may call this. tools: their names, by the ids of the calls."""
+        if tools:
+            self._engine.note_tools(request.id, tools)
 
     def cancelled_error(self) -> Exception:
         """The error for a request that was cancelled by the server, not by its client."""

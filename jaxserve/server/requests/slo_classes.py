@@ -1,5 +1,5 @@
 """SLO classes: named targets in the config, and how a request combines a class with its own
-targets."""
+targets. Also what a request says of its program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.config import ConfigError
-from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Tier
+from jaxserve.sched.request import NO_CLASS, SLO, InvalidRequest, Program, Tier
 from jaxserve.sched.slo.classes import SloClassError, parse_terms
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.access.api_keys import Caller
@@ -18,6 +18,7 @@ from jaxserve.server.requests.target_headers import header_targets
 
 MAX_CLASSES = 100  # each is a row of several metrics
 _NO_TARGETS = SLO()
+_PROGRAM = ("program", "program.deadline", "expected_calls", "program.over")
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,14 @@ class ServiceLevel:
         tier: the tier.
         slo_class: name of the class.
         value: as in `Request`; only a class can set it, not a request.
+        program_deadline: the class's deadline of programs, in seconds; None without one.
     """
 
     slo: SLO = _NO_TARGETS
     tier: Tier = Tier.REALTIME
     slo_class: str = NO_CLASS
     value: float = 1.0
+    program_deadline: float | None = None
 
     def with_own(self, slo: SLO, tier: Tier | None) -> ServiceLevel:
         """The level with a request's own targets in place of the class's, and its tier unless that
@@ -52,6 +55,41 @@ def own_targets(milliseconds: Mapping[str, float]) -> SLO:
         if not (math.isfinite(value) and value / 1000 > 0):
             raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
     return SLO(**{name.removesuffix("_ms"): value / 1000 for name, value in milliseconds.items()})
+
+
+def said_program(
+    name: str | None,
+    deadline_ms: float | None,
+    expected_calls: int | None,
+    over: bool | None,
+    names: tuple[str, str, str, str],
+) -> Program | None:
+    """What a request says of its program; None if it says nothing.
+
+    Args:
+        name: the program's id; None if it is not said.
+        deadline_ms: its deadline, in milliseconds from its first call; None likewise.
+        expected_calls: calls to come after this one; None likewise.
+        over: whether this one is the last; None likewise.
+        names: the frontend's names of these fields.
+
+    Raises:
+        InvalidRequest: If a field is out of range, or there is no id; it names the field.
+    """
+    if name is None:
+        said = (deadline_ms is not None, expected_calls is not None, bool(over))
+        for field_name, there in zip(names[1:], said, strict=True):
+            if there:
+                raise InvalidRequest(field_name, f"is of a program: {names[0]} has to name it")
+        return None
+    if deadline_ms is not None and not (math.isfinite(deadline_ms) and deadline_ms / 1000 > 0):
+        raise InvalidRequest(names[1], f"must be a positive time, got {deadline_ms}")
+    deadline = None if deadline_ms is None else deadline_ms / 1000
+    try:
+        return Program(name, deadline, expected_calls, bool(over))
+    except InvalidRequest as error:
+        renamed: Mapping[str, str] = dict(zip(_PROGRAM, names, strict=True))
+        raise error.renamed(renamed[error.field_name]) from None
 
 
 def requested_level(
@@ -159,8 +197,8 @@ def _parsed(name: str, text: object) -> ServiceLevel:
     if not isinstance(text, str):
         raise ConfigError(f"{where}: must be text, as 'ttft=1s:tbt=100ms', got {text!r:.40}")
     try:
-        slo, tier, value = parse_terms(where, text)
-        return ServiceLevel(slo, tier, name, value)
+        slo, tier, value, deadline = parse_terms(where, text)
+        return ServiceLevel(slo, tier, name, value, deadline)
     except SloClassError as error:
         raise ConfigError(str(error)) from None
 

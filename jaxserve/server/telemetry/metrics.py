@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
+from jaxserve.sched.programs.verdict import ProgramVerdict
 from jaxserve.sched.request import NO_CLASS, Request, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.access.api_keys import Caller
@@ -40,6 +41,7 @@ READER: ContextVar[Caller | None] = ContextVar("READER", default=None)
 ADAPTER_LABELS = ("running_lora_adapters", "waiting_lora_adapters")
 _LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _SHORT = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_LONG = (0.01, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _TOKENS = tuple(float(2**exponent) for exponent in range(18))
 _LATENCIES = {  # by what is timed: the histogram's name and help
     "ttft": ("time_to_first_token_seconds", "Arrival to first token."),
@@ -48,7 +50,7 @@ _LATENCIES = {  # by what is timed: the histogram's name and help
     "preprocess_time": ("request_preprocess_time_seconds", "Arrival to the engine's queue."),
     "queue_time": ("request_queue_time_seconds", "In the engine's queue, to first scheduled."),
 }
-_SIZES = {  # by field of StepStats or RequestStats: name, help and bounds
+_SIZES = {  # by field of StepStats, RequestStats or ProgramVerdict: name, help and bounds
     "step_time": ("step_time_seconds", "A batch, launch to tokens on the host.", _SHORT),
     "device_time": ("device_time_seconds", "A batch, on the device.", _SHORT),
     "predicted_time": ("predicted_time_seconds", "The same, as predicted.", _SHORT),
@@ -56,6 +58,9 @@ _SIZES = {  # by field of StepStats or RequestStats: name, help and bounds
     "num_tokens": ("iteration_tokens", "Tokens of a batch, without padding.", _TOKENS),
     "prompt_tokens": ("request_prompt_tokens", "Prompt length of a finished one.", _TOKENS),
     "output_tokens": ("request_generation_tokens", "Its output length.", _TOKENS),
+    "took": ("program_seconds", "First call to the end of the last, of an ended program.", _LONG),
+    "calls": ("program_calls", "Its calls.", _TOKENS),
+    "pause": ("program_pause_seconds", "Between a program's calls: tools and people.", _LONG),
 }
 _OF_A_STEP = ("step_time", "device_time", "predicted_time", "host_time", "num_tokens")
 _SUMS = {  # over all steps, by name
@@ -127,6 +132,7 @@ class EngineMetrics(Collector, Observer):
         # Drafted tokens by drafter: right, and wrong.
         self._accepted, self._rejected = Counter[str](), Counter[str]()
         self._given_up: defaultdict[tuple[str, str], int] = defaultdict(int)  # by class and tier
+        self._programs = Counter[tuple[str, str, str]]()  # by class, ending and outcome
 
     def on_step(self, stats: StepStats) -> None:
         """Counts a step's times, tokens and padding."""
@@ -168,6 +174,16 @@ class EngineMetrics(Collector, Observer):
                 if met is not None:
                     self._judged[*about, target, met] += 1
 
+    def on_program(self, verdict: ProgramVerdict) -> None:
+        """Counts the program by its class, why it ended and what came of it."""
+        self._programs[verdict.slo_class, str(verdict.end), verdict.outcome] += 1
+        self._sizes["took"].observe(verdict.took)
+        self._sizes["calls"].observe(verdict.calls)
+
+    def on_program_pause(self, seconds: float) -> None:
+        """seconds: between two calls of a program."""
+        self._sizes["pause"].observe(seconds)
+
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask the engine for a snapshot."""
         return []
@@ -184,6 +200,9 @@ class EngineMetrics(Collector, Observer):
         yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.waiting)
         yield self._live()
+        text = "Programs in progress, by whether a call of theirs runs."
+        programs = {("running",): stats.programs_running, ("waiting",): stats.programs_waiting}
+        yield self._family(GaugeMetricFamily, "num_programs", text, programs, "state")
         text = "Share of pool blocks in use, 0 to 1."
         yield self._gauge("kv_cache_usage_perc", text, stats.kv_cache_usage)
         yield self._gauge("num_blocks", "Blocks of the pool.", stats.blocks_total)
@@ -286,6 +305,9 @@ class EngineMetrics(Collector, Observer):
         ended = {(label,): self._finished.get(reason, 0) for reason, label in _REASONS.items()}
         yield self._family(CounterMetricFamily, "request_success", text, ended, "finished_reason")
         yield from self._slo()
+        text = "Programs that have ended, by why, and what came of their deadline."
+        labels, programs = ("slo_class", "ending", "outcome"), dict(self._programs)
+        yield self._family(CounterMetricFamily, "programs", text, programs, *labels)
         yield from self._drafts()
         text = "API calls that have ended, by method and how."
         calls = self._tracker.counts

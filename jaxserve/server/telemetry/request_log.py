@@ -90,6 +90,7 @@ def _asked(record: CallRecord) -> Iterator[tuple[str, Any]]:
     yield "adapter", first.adapter
     yield "tier", first.tier.name.lower()
     yield "slo_class", first.slo_class
+    yield "program", None if first.program is None else first.program.id
     yield "continuations", continuations if continuations > 1 else None
     yield "prompt_tokens", record.prompt_tokens
     yield "output_tokens", record.output_tokens

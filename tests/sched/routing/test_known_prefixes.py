@@ -207,6 +207,20 @@ def test_a_hint_decides_between_those_who_are_alike(name: str) -> None:
     assert router.choose(hinted, 3.0) == 0, "another replica has its number now"
 
 
+def test_a_program_stays_together_unless_that_costs_much() -> None:
+    fleet = fleet_of(busy(), busy())
+    router = Router("slo", fleet)
+    fleet.send(1, RoutingRequest(100, hint=b"h"), 0.0)
+    some = busy(1.0, unfinished=3, waiting=3, realtime_tokens=30_000)
+    fleet.hear(0, busy(1.0))
+    fleet.hear(1, some)
+    ask = RoutingRequest(100, ttft=1.0, hint=b"h")
+    assert router.choose(ask, 1.0) == 0, "a hint is worth less than this wait"
+    assert router.choose(ask._replace(of_program=True), 1.0) == 1
+    fleet.hear(1, busy(2.0, unfinished=90, waiting=90, realtime_tokens=90_000))
+    assert router.choose(ask._replace(of_program=True), 2.0) == 0
+
+
 def test_what_would_be_found_is_not_work() -> None:
     keys = chain(5)
     with_it, without = (fleet_of(busy(sketch=one)) for one in (sketch_of(keys), EMPTY))

@@ -52,7 +52,12 @@ def test_there_are_three_and_one_may_have_others(classes: dict[str, ServiceLevel
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("mine", "", "mine: may have tier=, value=, ttft=, tbt=, jct= and max_tbt=, got ''"),
+        (
+            "mine",
+            "",
+            "mine: may have tier=, value=, ttft=, tbt=, jct=, max_tbt= and program=, got ''",
+        ),
+        ("mine", "program=5", "mine: program: must be a time such as 200ms or 1.5s, got '5'"),
         ("mine", "ttft=5", "mine: ttft: must be a time such as 200ms or 1.5s, got '5'"),
         ("mine", "greedy=true", "mine: may have .*, got 'greedy=true'"),
         ("mine", "value=" + 400 * "9", "mine: value: must be a number between"),

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.client import Client, ServerError
 from jaxserve.config import ConfigError
 from jaxserve.engine.adapters import AdapterLoad
+from jaxserve.sched.programs.verdict import ProgramEnd, ProgramVerdict
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.metrics_server import MAX_CONNECTIONS, MetricsServer
@@ -51,6 +52,31 @@ def scrape(server: Server) -> Samples:
 
 def value(samples: Samples, name: str, **labels: str) -> float:
     return samples[f"jaxserve:{name}", frozenset({"model_name": "fake", **labels}.items())]
+
+
+def test_programs_are_counted_by_what_came_of_them(metrics: Server, engine: FakeEngine) -> None:
+    def ended(took: float, end: ProgramEnd, deadline: float | None = 5.0) -> None:
+        made = ProgramVerdict("", "a", "agent", end, 3, took, deadline, given_up=took > 50)
+        for observer in engine.observers:
+            observer.on_program(made)
+
+    ended(2.0, ProgramEnd.OVER)
+    ended(3.0, ProgramEnd.OVER)
+    ended(6.0, ProgramEnd.SILENT)
+    ended(60.0, ProgramEnd.SILENT)
+    ended(7.0, ProgramEnd.OVER, None)
+    for observer in engine.observers:
+        observer.on_program_pause(0.75)
+    samples = scrape(metrics)
+    counts = {("over", "met"): 2, ("silent", "missed"): 1, ("silent", "given_up"): 1}
+    for (ending, outcome), count in {**counts, ("over", "ended"): 1}.items():
+        labels = {"slo_class": "agent", "ending": ending, "outcome": outcome}
+        assert value(samples, "programs_total", **labels) == count
+    assert value(samples, "program_seconds_sum") == 78.0
+    assert value(samples, "program_calls_sum") == 15
+    assert value(samples, "program_pause_seconds_sum") == 0.75
+    assert value(samples, "num_programs", state="running") == 2
+    assert value(samples, "num_programs", state="waiting") == 5
 
 
 def test_counts_follow_what_was_served(metrics: Server, engine: FakeEngine) -> None:

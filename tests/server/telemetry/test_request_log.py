@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from jaxserve.client import Client, ServerError, make_line
 from jaxserve.engine.output import FinishReason, Output, Timings, Usage
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import SLO, Program, Request, SamplingParams, Tier
 from jaxserve.sched.slo.verdict import Verdict
 from jaxserve.server.access.api_keys import Caller, Keys
 from jaxserve.server.access.options import Access
@@ -63,7 +63,9 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
     with Server(engine, grace_s=0.0, options=LOGGED, slo_classes=CLASSES) as server:
         engine.run()
         with Client(server.address) as client:
-            client.complete("secret", max_tokens=3, request_id="mine", slo_class="chat")
+            client.complete(
+                "secret", max_tokens=3, request_id="mine", slo_class="chat", program={"id": "run"}
+            )
     (line,) = lines()
     assert without(line, "peer", "open_ms") == {
         "message": "call ended",
@@ -73,6 +75,7 @@ def test_a_line_says_who_asked_for_what_and_what_came_of_it(
         "ending": "ok",
         "tier": "realtime",
         "slo_class": "chat",
+        "program": "run",
         "prompt_tokens": 6,
         "output_tokens": 3,
         "slo_ttft_ms": 100.0,
@@ -283,7 +286,7 @@ def test_the_page_lists_the_fields() -> None:
     rows = [line.split("|")[1] for line in logs.splitlines() if line.startswith("| `")]
     listed = {name for cell in rows for name in re.findall(r"`(\w+)`", cell)}
     slo = SLO(ttft=1e-9, tbt=1.0, jct=1.0)
-    request = Request("r", (1,), SamplingParams(n=2), slo, adapter="a")
+    request = Request("r", (1,), SamplingParams(n=2), slo, adapter="a", program=Program("p"))
     verdict = Verdict(slo, "c", Tier.REALTIME, ttft=False, tbt=True, jct=True, max_tbt=True)
     timings = Timings(0.1, 0.2, 0.3, 0.1, 0.1, 0.1)
     stop = FinishReason.STOP

@@ -146,6 +146,11 @@ function show(state) {
   $("classes").replaceChildren(...state.requests.map((each) => row(
     tier(each.tier) + (each.class === "default" ? "" : ", " + each.class), each.running, each.waiting)));
   if (!state.requests.length) $("classes").append(empty(3, "nobody"));
+  const { running, waiting, ended } = state.programs;
+  const outcomes = ["met", "missed", "given_up", "ended"].filter((what) => ended[what])
+    .map((what) => `${ended[what].toLocaleString()} ${what === "ended" ? "without a deadline" : what.replace("_", " ")}`);
+  $("programs").textContent = running + waiting + outcomes.length
+    ? `Programs: ${running.toLocaleString()} running, ${waiting.toLocaleString()} between calls; ended in 5 minutes: ${outcomes.join(", ") || "none"}.` : "";
   if (state.attainment.length) {
     const all = state.attainment.map(attained);
     $("attainment").replaceChildren(...all.map(([node]) => node));

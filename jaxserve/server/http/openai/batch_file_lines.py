@@ -134,6 +134,9 @@ def _asked(
     for name in ("slo", "slo_class", "serve_late"):
         if getattr(body, name):
             raise InvalidRequest(name, "a batch is best-effort, and has no targets")
+    for name in request_options.PROGRAM_FIELDS:
+        if getattr(body, name) is not None:
+            raise InvalidRequest(name, "lines of a batch are calls of no program")
     if body.tier == "realtime":
         raise InvalidRequest("tier", "a batch is best-effort")
     if body.priority is not None and body.priority < 0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -30,8 +31,8 @@ from jaxserve.server.http.openai.reasoning_options import (
     template_kwargs,
     thought_use,
 )
-from jaxserve.server.http.openai.route_context import RouteContext
-from jaxserve.server.http.openai.schema import ChatRequest, TokenizeRequest
+from jaxserve.server.http.openai.route_context import Continues, RouteContext
+from jaxserve.server.http.openai.schema import ChatRequest, Message, TokenizeRequest
 from jaxserve.server.http.openai.tool_options import (
     ToolUse,
     check_calls,
@@ -45,6 +46,9 @@ from jaxserve.server.requests.templates.chat_template import ChatTemplate
 T = TypeVar("T")
 _PARSED_INLINE = 4 << 10
 _OF_TOOLS = ("tool", "function")
+_MOST_ANSWERED, _MAX_CALL_ID = 16, 256
+"""Tool calls of which a chat may be the answer, and characters of their ids; others are not looked
+at: none of the server's are longer."""
 
 
 class PreparedChat(NamedTuple):
@@ -70,8 +74,17 @@ async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequ
     return await _ChatAnswer(context, body, http, asked).response()
 
 
-async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller) -> PreparedChat:
-    """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does."""
+async def prepare_chat(
+    context: RouteContext, body: ChatRequest, caller: Caller, continues: Continues = ()
+) -> PreparedChat:
+    """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does.
+
+    Args:
+        context: what the routes need.
+        body: the chat.
+        caller: the client.
+        continues: what it continues, beside the tool calls that it answers.
+    """
     context.requests.check_open()
     with request_options.naming_grammar_fields(body):
         use, held, places = await beside_if_tools(context, body, caller.name, _calls, context, body)
@@ -90,8 +103,17 @@ async def prepare_chat(context: RouteContext, body: ChatRequest, caller: Caller)
     sampling = {**_sampling(context, body, len(prompt)), **held}
     sampling |= _parsed(context, note, thought, held="grammar" in sampling)
     with _naming_chat_fields(body):
-        wanted = await context.make_requests(body, [prompt], sampling, caller)
+        known = (*_answered_calls(body.messages), *continues)
+        wanted = await context.make_requests(body, [prompt], sampling, caller, known)
     return PreparedChat(wanted, note, thought, places)
+
+
+def _answered_calls(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """The calls of the last assistant's turn that the messages answer, as `Request.continues`."""
+    ends = itertools.takewhile(lambda message: message.role != "assistant", reversed(messages))
+    ids = (message.tool_call_id or "" for message in ends)
+    known = (("tool", call_id) for call_id in ids if 0 < len(call_id) <= _MAX_CALL_ID)
+    return itertools.islice(known, _MOST_ANSWERED)
 
 
 @contextmanager
@@ -240,7 +262,9 @@ class _ChatAnswer(Answer):
 
     def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
         reason = ended["finish_reason"]
-        return {**ended, **ended_message(self._template, self._note, text, reason, self._new_id)}
+        fields = ended_message(self._template, self._note, text, reason, self._new_id)
+        self._note_tools(fields["message"])
+        return {**ended, **fields}
 
     def chunk_fields(
         self, number: int, text: str, logprobs: Any, ended: dict[str, Any]
@@ -249,9 +273,16 @@ class _ChatAnswer(Answer):
         if self._deltas:
             deltas = self._deltas[number]
             delta, called = deltas.delta(text, last=bool(ended)), bool(deltas.calls)
+            self._note_tools(delta)
         shown = logprobs if logprobs is not None and logprobs["content"] else None
         fields = {"delta": delta, "logprobs": shown, "finish_reason": None, **ended}
         return with_calls(fields, called)
+
+    def _note_tools(self, message: Mapping[str, Any]) -> None:
+        """Notes the calls that begin in a message or a delta."""
+        calls = message.get("tool_calls", ())
+        tools = {call["id"]: call["function"]["name"] for call in calls if "id" in call}
+        self._requests.note_tools(self._generating.wanted[0], tools)
 
     def beginnings(self) -> Iterable[dict[str, Any]]:
         delta = {"role": "assistant", "content": None if self._note else ""}

@@ -9,14 +9,23 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from jaxserve.sched.request import SLO, Grammar, GrammarKind, InvalidRequest, SamplingParams, Tier
+from jaxserve.sched.request import (
+    SLO,
+    Grammar,
+    GrammarKind,
+    InvalidRequest,
+    Program,
+    SamplingParams,
+    Tier,
+)
 from jaxserve.server.http.openai.schema import (
     CompletionRequest,
     Generation,
+    OneAnswer,
     SloFields,
     Targeted,
 )
-from jaxserve.server.requests.slo_classes import own_targets
+from jaxserve.server.requests.slo_classes import own_targets, said_program
 
 # Fields with the same meaning and type in both; the other fields differ.
 _PLAIN = Generation.model_fields.keys() & {field.name for field in fields(SamplingParams)}
@@ -106,6 +115,23 @@ def requested_tier(body: Targeted) -> Tier | None:
             problem = f"{getattr(body, one)} contradicts {other} {getattr(body, other)}"
             raise InvalidRequest(one, problem)
     return next(iter(said.values()), None)
+
+
+PROGRAM_FIELDS = ("program", "program_deadline_ms", "expected_calls", "program_over")
+"""What a body says of its program."""
+
+
+def requested_program(body: Targeted) -> Program | None:
+    """What the body says of its program; None if it says nothing. Raises InvalidRequest."""
+    if not isinstance(body, OneAnswer):
+        return None
+    return said_program(
+        body.program,
+        body.program_deadline_ms,
+        body.expected_calls,
+        body.program_over,
+        PROGRAM_FIELDS,
+    )
 
 
 def check_stream_options(body: Generation) -> None:

@@ -19,6 +19,8 @@ from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.calls import special_tokens
 
+Continues = tuple[tuple[str, str], ...]
+
 
 class RouteContext:
     """What every route needs.
@@ -74,6 +76,7 @@ class RouteContext:
         prompts: Sequence[str | Sequence[int]],
         sampling: Mapping[str, Any],
         caller: Caller,
+        continues: Continues = (),
     ) -> list[Request]:
         """Builds and checks one request per prompt.
 
@@ -82,13 +85,14 @@ class RouteContext:
             prompts: the prompts, each text or token ids.
             sampling: `SamplingParams` fields by name, for all of them.
             caller: the client.
+            continues: what they continue, as `Request.continues`, beside the body's cache key.
 
         Raises:
             InvalidRequest: If a request cannot be served.
             EngineStopped: If new requests are refused.
             ApiError: If the body names another model.
         """
-        shared = self.shared_fields(body, sampling, caller)
+        shared = self.shared_fields(body, sampling, caller, continues)
         naming: AbstractContextManager[None] = nullcontext()
         if isinstance(body, Generation):
             naming = request_options.naming_grammar_fields(body)
@@ -96,14 +100,26 @@ class RouteContext:
             return await self.requests.make_requests(shared, prompts)
 
     def shared_fields(
-        self, body: Targeted, sampling: Mapping[str, Any], caller: Caller
+        self,
+        body: Targeted,
+        sampling: Mapping[str, Any],
+        caller: Caller,
+        continues: Continues = (),
     ) -> RequestFields:
-        """The fields that all prompts of a call share. Arguments and errors as for
-        `make_requests`."""
+        """The fields that all prompts of a call share.
+
+        Args:
+            body, sampling, caller, continues: as for `make_requests`.
+
+        Raises:
+            Exception: Likewise.
+        """
         adapter = self.adapter_of(body.model, caller)
         self.requests.check_open()
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
+        if body.prompt_cache_key:
+            continues = (*continues, ("key", body.prompt_cache_key))
         return RequestFields(
             prompt="",
             sampling=sampling,
@@ -116,4 +132,6 @@ class RouteContext:
             caller=caller,
             prediction=predicted_text(body),
             model=adapter,
+            program=request_options.requested_program(body),
+            continues=continues,
         )

@@ -284,7 +284,7 @@ class Targeted(Unused):
     service_tier: Literal["auto", "default", "priority", "fast", "scale", "flex"] | None = None
     priority: Int64 | None = None  # as in vLLM, lower is earlier; mapped to two tiers
     cache_salt: Text | None = None
-    # For the router before several replicas; a single server does not read it.
+    # For the router before several replicas, and to find the program that the call continues.
     prompt_cache_key: Annotated[Text, Field(max_length=MAX_CACHE_KEY)] | None = None
     # Fields of our own.
     request_id: Text | None = None
@@ -295,7 +295,12 @@ class Targeted(Unused):
 
 
 class OneAnswer(Targeted):
-    """The common fields of all calls that generate."""
+    """The common fields of all calls that generate. Those of programs are our own."""
+
+    program: Text | None = None
+    program_deadline_ms: Number | None = None
+    expected_calls: Int32 | None = None
+    program_over: StrictBool | None = None
 
     temperature: Number | None = None
     top_p: Number | None = None

@@ -125,11 +125,20 @@ class ResponseAnswer:
         if delta.last is not None:
             self._last = delta.last
             pieces += self._parser.finish()
-        yield from self._items.add(pieces, self._new_logprobs(delta, pieces))
+        for event in self._items.add(pieces, self._new_logprobs(delta, pieces)):
+            self._note_tools(event)
+            yield event
         if delta.last is not None:
             if self._logprobs is not None:
                 self._logprobs.extend(self._untold)
             yield from self._items.finish(self._status)
+
+    def _note_tools(self, event: Event) -> None:
+        """Notes the call that begins with an event, if one does."""
+        item = event.get("item", {})
+        if event["type"] == "response.output_item.added" and item["type"] == "function_call":
+            tools = {item["call_id"]: item["name"]}
+            self._requests.note_tools(self._generating.wanted[0], tools)
 
     def _new_logprobs(self, delta: Delta, pieces: Sequence[Piece]) -> list[Any]:
         """Log-probabilities of the text in the pieces. Thoughts and their markers have none."""
@@ -198,7 +207,8 @@ class ResponseAnswer:
         """Stores the response. False if there is no room."""
         had = self._conversation
         count = had.count + len(self._items.items)
-        turn = StoredResponse(self._id, whole, had.input_items, read, count, had.previous)
+        request = self._generating.wanted[0].id
+        turn = StoredResponse(self._id, whole, had.input_items, read, count, had.previous, request)
         return store.put(self._tenant, turn)
 
     @property

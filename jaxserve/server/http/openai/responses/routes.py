@@ -111,17 +111,18 @@ async def _prepared(
 ) -> tuple[bool, PreparedChat]:
     """The request, and whether tools that do not say so are strict: they are if grammars can hold
     all schemas."""
-    caller = record_of(http).caller
+    caller, previous = record_of(http).caller, conversation.previous
+    continues = () if previous is None else (("request", previous.request),)
     unsaid = any(tool.strict is None for tool in body.tools or ())
     if unsaid:
         try:
             chat = as_chat(body, conversation.messages, strict=True)
-            return True, await prepare_chat(context, chat, caller)
+            return True, await prepare_chat(context, chat, caller, continues)
         except InvalidRequest as error:
             if not error.field_name.startswith("tools"):
                 raise
     chat = as_chat(body, conversation.messages, strict=False)
-    return False, await prepare_chat(context, chat, caller)
+    return False, await prepare_chat(context, chat, caller, continues)
 
 
 def _page(raw: bytes, limit: int, order: str, after: str | None) -> dict[str, Any]:

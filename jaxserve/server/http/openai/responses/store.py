@@ -24,6 +24,7 @@ class StoredResponse:
         output_items: the items of its output in the form that later turns read, likewise.
         count: number of items, including those of all previous turns.
         previous: the previous turn.
+        request: id of its request in the engine.
         size: bytes of this turn.
         read: bytes of its input and output items, including all previous turns.
         whole: `size`, including all previous turns.
@@ -35,6 +36,7 @@ class StoredResponse:
     output_items: bytes
     count: int
     previous: StoredResponse | None = None
+    request: str = ""
     size: int = field(init=False)
     read: int = field(init=False)
     whole: int = field(init=False)
