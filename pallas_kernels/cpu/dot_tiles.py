@@ -1,5 +1,9 @@
 """Tiles of dot products in vector registers, for `dots`: the layout of weights and rows, and the
-multiplication."""
+multiplication.
+
+Without fast products of pairs of bfloat16 (`pairs.has_fast_pairs`), pairs are laid out as two
+vectors of float32, the numbers at even places and those at odd ones, and multiplied in this order.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,8 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 from jaxserve.pallas_kernels.cpu.pairs import LINE
 
 ZEROS, MINIMUMS = 1, 2  # what quantised weights have beside scales; 0: nothing
-# The form of a tile's quantised weights: stored integers, stored float8 (e4m3fn), or widened.
+# The form of a tile's weights: as stored (integers, or wide ones), stored float8 (e4m3fn), or laid
+# out by `widen`; then the rows are laid out, too, as they are for all weights of fewer bits.
 INTEGERS, WIDE, FLOATS = range(3)
 AHEAD = 4096  # bytes that a tile of one output fetches ahead
 
@@ -30,44 +35,58 @@ def _all(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * vectors.LANES)
 
 
-def _widened(builder: Any, words: Any, bits: int, stream: int, form: int) -> Any:
-    """The numbers at one place in each 16 bits of a vector, as pairs of bfloat16 in words. A byte
-    put below the exponent of 2 ** 23 makes the float32 2 ** 23 + byte; subtracting 2 ** 23 and the
-    offset gives the signed number. Such a float32 has only zeros in its lower half.
+def _widened(builder: Any, words: Any, bits: int, stream: int, form: int) -> list[Any]:
+    """The numbers at one place in each 16 bits of a vector: pairs of bfloat16 in words, or two
+    vectors of float32; of 32 bits one.
+
+    A byte put below the exponent of 2 ** 23 makes the float32 2 ** 23 + byte; subtracting 2 ** 23
+    and the offset gives the signed number. Such a float32 has only zeros in its lower half.
     """
-    if form == FLOATS:
-        halves = []
-        for half in range(2):
-            place = builder.lshr(words, _all(16 * half + bits * stream))
-            number = vectors.of_float8(builder, builder.and_(place, _all(0xFF)))
-            halves.append(builder.bitcast(number, _WORDS))
-        return builder.or_(builder.lshr(halves[0], _all(16)), halves[1])
-    if bits == 4 and pairs.has_pairs():
+    if bits >= 16:
+        return _split(builder, words) if bits == 16 else [builder.bitcast(words, _SUMS)]
+    if bits == 4 and form != FLOATS and pairs.has_pairs():
         places = builder.bitcast(words, _HALVES)
         places = builder.lshr(places, ir.Constant(_HALVES, [4 * stream] * 2 * vectors.LANES))
-        return pairs.numbers_of_4_bits(builder, builder.bitcast(places, _WORDS))
-    sign = 1 << (bits - 1)
-    words = builder.xor(words, _all(sum(sign << place for place in range(0, 32, bits))))
-    halves = []
+        return _split(builder, pairs.numbers_of_4_bits(builder, builder.bitcast(places, _WORDS)))
+    numbers, sign = [], 1 << (bits - 1)
+    if form != FLOATS:
+        words = builder.xor(words, _all(sum(sign << place for place in range(0, 32, bits))))
     for half in range(2):
         place = builder.lshr(words, _all(16 * half + bits * stream))
-        place = builder.or_(builder.and_(place, _all(2 * sign - 1)), _all(0x4B000000))
+        place = builder.and_(place, _all(2 * sign - 1))
+        if form == FLOATS:
+            numbers.append(vectors.of_float8(builder, place))
+            continue
         least = ir.Constant(_SUMS, [float(2**23 + sign)] * vectors.LANES)
-        number = builder.fsub(builder.bitcast(place, _SUMS), least)
-        halves.append(builder.bitcast(number, _WORDS))
-    return builder.or_(builder.lshr(halves[0], _all(16)), halves[1])
+        place = builder.bitcast(builder.or_(place, _all(0x4B000000)), _SUMS)
+        numbers.append(builder.fsub(place, least))
+    if not pairs.has_fast_pairs():
+        return numbers
+    low, high = (builder.bitcast(number, _WORDS) for number in numbers)
+    return [builder.or_(builder.lshr(low, _all(16)), high)]
+
+
+def _split(builder: Any, words: Any) -> list[Any]:
+    """Pairs of bfloat16 as they are multiplied: in words, or as two vectors of float32."""
+    return [words] if pairs.has_fast_pairs() else list(vectors.halves(builder, words))
+
+
+def vectors_of_pairs() -> int:
+    """How many vectors `_split` makes of one."""
+    return 1 if pairs.has_fast_pairs() else 2
 
 
 def _streams(bits: int) -> int:
+    """Vectors of pairs for one vector of stored weights, of at most 16 bits."""
     return 16 // bits
 
 
 @intrinsic(prefer_literal=True)
 def widen(_: Any, bits: Any, form: Any, at: Any, steps: Any, tail: Any, to: Any) -> Any:
-    """Lays out an output's quantised weights as bfloat16, by place.
+    """Lays out an output's weights as pairs of bfloat16, by place.
 
     Args:
-        bits: Literal, bits of a weight.
+        bits: Literal, bits of a weight, at most 16.
         form: Literal, INTEGERS or FLOATS.
         at: Address of the weights.
         steps: Number of whole vectors.
@@ -83,10 +102,14 @@ def widen(_: Any, bits: Any, form: Any, at: Any, steps: Any, tail: Any, to: Any)
             place = vectors.moved(builder, at, index, LINE)
             vectors.fetch(builder, builder.add(place, vectors.constant(AHEAD)), 3)
             words = vectors.masked(builder, place, _WORDS, count)
-            for stream in range(streams):
-                value = _widened(builder, words, bits.literal_value, stream, form.literal_value)
-                place = vectors.moved(builder, to, index, streams * LINE, stream * LINE)
-                vectors.store(builder, value, place, LINE)
+            wide = [
+                value
+                for stream in range(streams)
+                for value in _widened(
+                    builder, words, bits.literal_value, stream, form.literal_value
+                )
+            ]
+            _lay_out(builder, wide, to, index)
 
         _over(builder, steps, tail, step)
         return context.get_dummy_value()
@@ -100,8 +123,8 @@ def part(_: Any, bits: Any, zeros: Any, at: Any, steps: Any, tail: Any, to: Any)
 
     Args:
         bits: Literal, bits of a weight.
-        zeros: Literal; if not 0, each vector of weights is followed by a vector of the negative
-            sums of its inputs.
+        zeros: Literal; if not 0, the inputs of each vector of weights are followed by a vector of
+            their negative sums.
         at: Address of the row, bfloat16.
         steps: Number of whole vectors of weights.
         tail: Words of a last, partial vector.
@@ -121,21 +144,27 @@ def part(_: Any, bits: Any, zeros: Any, at: Any, steps: Any, tail: Any, to: Any)
                     left = builder.sub(left, vectors.constant(i * vectors.LANES))
                 place = vectors.moved(builder, at, index, streams * LINE, i * LINE)
                 found.append(builder.bitcast(vectors.masked(builder, place, _WORDS, left), _HALVES))
-            after, total = streams + sums, ir.Constant(_SUMS, [0.0] * vectors.LANES)
-            for i, value in enumerate(_by_place(builder, found)):
-                words = builder.bitcast(value, _WORDS)
-                place = vectors.moved(builder, to, index, after * LINE, i * LINE)
-                vectors.store(builder, words, place, LINE)
-                for half in vectors.halves(builder, words) if sums else ():
-                    total = builder.fsub(total, half)
+            pairs_of = [builder.bitcast(value, _WORDS) for value in _by_place(builder, found)]
+            laid_out = [value for words in pairs_of for value in _split(builder, words)]
             if sums:
-                place = vectors.moved(builder, to, index, after * LINE, streams * LINE)
-                vectors.store(builder, total, place, LINE)
+                total = ir.Constant(_SUMS, [0.0] * vectors.LANES)
+                for words in pairs_of:
+                    for half in vectors.halves(builder, words):
+                        total = builder.fsub(total, half)
+                laid_out.append(total)
+            _lay_out(builder, laid_out, to, index)
 
         _over(builder, steps, tail, step)
         return context.get_dummy_value()
 
     return types.none(bits, zeros, *[types.int64] * 4), generate
+
+
+def _lay_out(builder: Any, values: list[Any], to: Any, index: Any) -> None:
+    """Stores vectors beside each other, as element `index` of an array of so many."""
+    for i, value in enumerate(values):
+        place = vectors.moved(builder, to, index, len(values) * LINE, i * LINE)
+        vectors.store(builder, value, place, LINE)
 
 
 def _over(builder: Any, steps: Any, tail: Any, step: Callable[[Any, Any], None]) -> None:
@@ -163,16 +192,11 @@ def _by_place(builder: Any, given: list[Any]) -> list[Any]:
     return [one for both in zip(*dealt, strict=True) for one in both]
 
 
-def _add(builder: Any, bits: int, x: Any, weights: Any, total: Any) -> Any:
-    """total + x * weights, vectors of words, lane by lane."""
-    if bits == 32:
-        x, weights = (builder.bitcast(one, _SUMS) for one in (x, weights))
+def _add(builder: Any, x: Any, weights: Any, total: Any) -> Any:
+    """total + x * weights, lane by lane: vectors of float32, or of pairs in words."""
+    if x.type == _SUMS:
         return vectors.fused(builder, x, weights, total)
-    if pairs.has_pairs():
-        return pairs.add_products(builder, x, weights, total)
-    for one, other in zip(*(vectors.halves(builder, words) for words in (x, weights)), strict=True):
-        total = vectors.fused(builder, one, other, total)
-    return total
+    return pairs.add_products(builder, x, weights, total)
 
 
 @dataclass(frozen=True)
@@ -182,7 +206,9 @@ class _Tile:
     Attributes:
         literals: bits, rows, outputs, parts, zeros, form.
         given: LLVM values of the other arguments.
-        streams: Vectors of wide weights for one vector of stored weights.
+        laid_out: Whether the rows are laid out by `part`.
+        streams: Vectors of numbers for one vector of stored weights.
+        wide: Vectors of a row, or of wide weights, for one vector of stored weights.
     """
 
     builder: Any
@@ -194,13 +220,20 @@ class _Tile:
         return self.literals[0] < 16
 
     @property
+    def laid_out(self) -> bool:
+        return self.few or self.literals[5] == WIDE
+
+    @property
     def streams(self) -> int:
-        return _streams(self.literals[0]) if self.few else 1
+        return _streams(self.literals[0]) if self.literals[0] <= 16 else 1
+
+    @property
+    def wide(self) -> int:
+        return self.streams * vectors_of_pairs() if self.laid_out else 1
 
     def emit(self) -> None:
         """Emits the whole tile."""
         builder, (_, rows, outputs, parts, zeros, form) = self.builder, self.literals
-        wide = form == WIDE
         x, x_row, weights, weights_row, steps, tail, scale, *_, to, to_row = self.given
         nothing = ir.Constant(_SUMS, [0.0] * vectors.LANES)
         x_rows = [builder.add(x, builder.mul(x_row, vectors.constant(m))) for m in range(rows)]
@@ -212,9 +245,9 @@ class _Tile:
 
         def step(index: Any, count: Any) -> None:
             self._fetch(index)
-            size = self.streams * LINE if wide else LINE
+            size = self.wide * LINE if form == WIDE else LINE
             places = [vectors.moved(builder, line, index, size) for line in lines]
-            after = (self.streams + (zeros > 0)) * LINE
+            after = (self.wide + (zeros > 0)) * LINE
             here = [vectors.moved(builder, row, index, after) for row in x_rows]
             now = [[nothing if parts else builder.load(one) for one in row] for row in sums]
             if zeros == ZEROS:
@@ -267,29 +300,42 @@ class _Tile:
 
     def _negative_sums(self, at: Any) -> Any:
         """Negative sums of a row's inputs, stored after the inputs for a vector of weights."""
-        at = self.builder.add(at, vectors.constant(self.streams * LINE))
+        at = self.builder.add(at, vectors.constant(self.wide * LINE))
         return vectors.load(self.builder, at, _SUMS, LINE)
 
     def _multiply(self, here: list[Any], places: list[Any], count: Any, now: list[Any]) -> None:
         """Adds the products of a vector of weights of each output to its sums."""
         builder, bits, form = self.builder, self.literals[0], self.literals[5]
-        wide = form == WIDE
-        stored = [] if wide else [vectors.masked(builder, at, _WORDS, count) for at in places]
+        stored = [
+            None if form == WIDE else vectors.masked(builder, at, _WORDS, count) for at in places
+        ]
         for stream in range(self.streams):
-            further = vectors.constant(stream * LINE)
-            rows = [
-                vectors.load(builder, builder.add(at, further), _WORDS, LINE if self.few else 2)
-                for at in here
-            ]
-            for n, place in enumerate(places):
-                if wide:
-                    numbers = vectors.load(builder, builder.add(place, further), _WORDS, LINE)
+            if self.laid_out:
+                rows = [self._laid_out(at, stream) for at in here]
+            else:
+                words = [vectors.load(builder, at, _WORDS, bits // 8) for at in here]
+                rows = [_widened(builder, row, bits, stream, INTEGERS) for row in words]
+            for n, (place, words) in enumerate(zip(places, stored, strict=True)):
+                if words is None:
+                    numbers = self._laid_out(place, stream)
                 else:
-                    numbers = stored[n]
-                    if self.few:
-                        numbers = _widened(builder, numbers, bits, stream, form)
+                    numbers = _widened(builder, words, bits, stream, form)
                 for mine, row in zip(now, rows, strict=True):
-                    mine[n] = _add(builder, bits, row, numbers, mine[n])
+                    for one, other in zip(row, numbers, strict=True):
+                        mine[n] = _add(builder, one, other, mine[n])
+
+    def _laid_out(self, at: Any, stream: int) -> list[Any]:
+        """Numbers that were laid out: a vector of pairs, or two of float32."""
+        each = vectors_of_pairs()
+        return [
+            vectors.load(
+                self.builder,
+                self.builder.add(at, vectors.constant((stream * each + i) * LINE)),
+                _WORDS if each == 1 else _SUMS,
+                LINE,
+            )
+            for i in range(each)
+        ]
 
     def _by_group(self, address: Any, n: int, kind: Any, index: Any, count: Any) -> Any:
         """The scales, zero points or minimums of an output's groups in a vector of weights, each in

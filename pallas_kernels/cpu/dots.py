@@ -6,8 +6,9 @@ each row has the same additions in the same order. If groups of rows have weight
 [groups, out, in], weights of groups without rows are not read.
 
 Weights of bfloat16, 8 and 4 bits are multiplied as bfloat16, which represents them exactly, and so
-are the rows; sums and scales are float32. With 8 or 4 bits, a vector of stored words is split by
-place: the first numbers in every 16 bits, the second ones, and so on. The rows are split likewise.
+are the rows, or as float32 if that is faster; sums and scales are float32. With 8 or 4 bits, a
+vector of stored words is split by place: the first numbers in every 16 bits, the second ones, and
+so on. The rows are split likewise.
 """
 
 from __future__ import annotations
@@ -203,9 +204,10 @@ def target(
     numbers, few, lead = _numbers(bits), int(bits < 16), int(grouped)
     stored, _ = _forms(bits, floats=floats)
     zero_size = 4 if zeros == dot_tiles.MINIMUMS else 1
-    streams = numbers // (2 * vectors.LANES) if few else 1
-    tall = _tall(parts)
-    after = streams + (zeros > 0)  # vectors of a row for a vector of weights
+    lays = int(few or (bits == 16 and dot_tiles.vectors_of_pairs() > 1))
+    # Vectors of laid-out weights, and of a row, for a vector of stored weights.
+    wide = dot_tiles.vectors_of_pairs() * max(1, numbers // (2 * vectors.LANES))
+    after, tall = wide + (zeros > 0), _tall(parts)
     multiply = _multiplying(bits, parts, zeros, floats)
 
     @njit(**numba_ffi.OPTIONS)
@@ -223,14 +225,15 @@ def target(
         if count == 0:
             return
         x_row, row = depth * (4 if bits == 32 else 2), depth * bits // 8
+        outs = 1 if count == 1 or (few and count == 2) else OUTPUTS
+        laid_out = lays and (few or outs > 1)
         steps, tail = depth // numbers, depth % numbers * bits // 32
         whole = steps + (1 if tail > 0 else 0)
         a_group = (depth // groups + numbers - 1) // numbers  # vectors
-        wide_row, here_row = whole * streams * LINE, whole * after * LINE if few else x_row
+        wide_row, here_row = whole * wide * LINE, whole * after * LINE if laid_out else x_row
         most = max(tall, PART // here_row // tall * tall)  # rows of a part
-        outs = 1 if count == 1 or (few and count == 2) else OUTPUTS
         memory, wide_at, here = 0, 0, x_at
-        if few:
+        if laid_out:
             memory = numba_ffi.allocate(
                 (OUTPUTS * wide_row + min(most, count) * here_row + LINE) // 8
             )
@@ -238,27 +241,27 @@ def target(
             here = wide_at + OUTPUTS * wide_row
         for start in range(0, count, most):
             rows = min(most, count - start)
-            if few:
+            if not laid_out:
+                here = x_at + start * x_row
+            elif lays:  # known when it is compiled, unlike `laid_out`
                 for r in range(rows):
                     from_at = x_at + (start + r) * x_row
                     dot_tiles.part(bits, zeros, from_at, steps, tail, here + r * here_row)
-            else:
-                here = x_at + start * x_row
             for m in range(0, each, outs):
                 n = min(m, each - outs)
                 there, there_row = at + n * row, row
-                if few and outs > 1:
-                    for o in range(OUTPUTS):
+                if lays:
+                    for o in range(OUTPUTS if outs > 1 else 0):
                         to = wide_at + o * wide_row
-                        dot_tiles.widen(bits, stored, there + o * row, steps, tail, to)
-                    there, there_row = wide_at, wide_row
+                        dot_tiles.widen(bits, stored, at + (n + o) * row, steps, tail, to)
+                        there, there_row = wide_at, wide_row
                 multiply(
                     rows, outs, here, here_row, there, there_row, steps, tail,
                     scale_at + 4 * n * groups, zero_at + zero_size * n * groups, groups, a_group,
                     at + min(m + outs, each - outs) * row, out_at + 4 * (start * outputs + n),
                     4 * outputs,
                 )  # fmt: skip
-        if few:
+        if laid_out:
             numba_ffi.free(memory)
 
     name = f"jaxserve_dots_{bits}{'_float' if floats else ''}_{parts}{_BESIDE[zeros]}"
@@ -345,7 +348,8 @@ def _height(left: int, tall: int) -> int:
 def _forms(bits: int, *, floats: bool) -> tuple[int, int]:
     """The forms of weights, see `dot_tiles`: as stored, and in tiles of several outputs."""
     stored = dot_tiles.FLOATS if floats else dot_tiles.INTEGERS
-    return stored, dot_tiles.WIDE if bits < 16 else stored
+    laid_out = bits < 16 or (bits == 16 and dot_tiles.vectors_of_pairs() > 1)
+    return stored, dot_tiles.WIDE if laid_out else stored
 
 
 @njit(**numba_ffi.OPTIONS)

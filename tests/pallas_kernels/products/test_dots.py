@@ -145,31 +145,53 @@ def test_more_rows_than_fit_the_cache(dtype):
     np.testing.assert_array_equal(product(x, *given), jnp.stack(alone))
 
 
-@pytest.mark.skipif(not pairs.has_pairs(), reason="the other way is the only one here")
-@pytest.mark.parametrize("bits", [8, 4])
-def test_other_processors(bits, monkeypatch):
-    """Without products of pairs, or tables of 16 bits: the same numbers, which floats hold."""
+@pytest.mark.parametrize("known", ["neither", "pairs", "fast pairs"])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_other_processors(bits, known, monkeypatch):
+    """With products of pairs, fast or not, or without: the same numbers, which floats hold. A row
+    has them alone, with weights as they are stored, and among others, with weights laid out."""
+    if not pairs.has_pairs() and known != "neither":
+        pytest.skip("this processor has no products of pairs")
+    monkeypatch.setattr(pairs, "has_pairs", lambda: known != "neither")
+    monkeypatch.setattr(pairs, "has_fast_pairs", lambda: known == "fast pairs")
     rng = np.random.default_rng(3)
-    inputs, steps = 2 * 64 * 8 // bits, 2
-    given, weights = _few_bits(rng, bits, 1, inputs, 1, False)
-    stored = np.asarray(given[0])
-    x = jnp.asarray(rng.integers(-4, 4, (1, inputs)), jnp.bfloat16)
-    row = np.asarray(x).view(np.uint16)
+    inputs, steps, rows = 2 * 64 * 8 // bits, 2, 3
+    if bits == 16:
+        weights = rng.integers(-8, 8, (4, inputs)).astype(np.float64)
+        stored = np.asarray(jnp.asarray(weights, jnp.bfloat16)).view(np.uint16)
+    else:
+        given, weights = _few_bits(rng, bits, 4, inputs, 1, False)
+        stored = np.asarray(given[0])
+        weights = np.rint(weights / np.asarray(given[1], np.float64))
+    x = jnp.asarray(rng.integers(-4, 4, (rows, inputs)), jnp.bfloat16)
+    given_rows = np.asarray(x).view(np.uint16)
+    size = inputs * (2 if known == "fast pairs" else 4)  # bytes of a row that is laid out
+    stored_row, few = inputs * bits // 8, bits < 16
+    as_stored, laid_out = dot_tiles.INTEGERS, dot_tiles.WIDE
 
-    def run(x_at, q_at, scale_at, room, to):
-        dot_tiles.part(bits, 0, x_at, steps, 0, room)
+    def run(x_at, q_at, scale_at, room, wide, to):
+        for r in range(rows):
+            dot_tiles.part(bits, 0, x_at + r * 2 * inputs, steps, 0, room + r * size)
+        for n in range(4):
+            dot_tiles.widen(bits, 0, q_at + n * stored_row, steps, 0, wide + n * size)
         dot_tiles.tile(
-            bits, 1, 1, 0, 0, 0, room, 0, q_at, 0, steps, 0, scale_at, 0, 1, steps, q_at, 0, to, 4
-        )
+            bits, 3, 4, 0, 0, laid_out, room, size, wide, size, steps, 0, scale_at, 0, 1,
+            steps, q_at, 0, to, 16,
+        )  # fmt: skip
+        dot_tiles.tile(
+            bits, 1, 1, 0, 0, as_stored, room if few else x_at, 0, q_at, 0, steps, 0,
+            scale_at, 0, 1, steps, q_at, 0, to + 48, 4,
+        )  # fmt: skip
 
-    monkeypatch.setattr(pairs, "has_pairs", lambda: False)
-    room, found = np.empty(2 * inputs + 64, np.uint8), np.empty(1, np.float32)
-    at = -(-room.ctypes.data // 64) * 64
-    scale = np.ones(1, np.float32)
+    room, wide = (np.empty(count * size + 64, np.uint8) for count in (rows, 4))
+    places = [-(-one.ctypes.data // 64) * 64 for one in (room, wide)]
+    found, scale = np.empty(13, np.float32), np.ones(4, np.float32)
     compiled = njit(error_model="numpy")(run)
-    compiled(row.ctypes.data, stored.ctypes.data, scale.ctypes.data, at, found.ctypes.data)
-    numbers = weights[0] / np.asarray(given[1], np.float64)[0, 0]
-    assert found[0] == np.rint(numbers) @ np.asarray(x, np.float64)[0]
+    at = [one.ctypes.data for one in (given_rows, stored, scale)]
+    compiled(*at, *places, found.ctypes.data)
+    expected = np.asarray(x, np.float64) @ weights.T
+    np.testing.assert_array_equal(found[:12].reshape(rows, 4), expected)
+    assert found[12] == expected[0, 0]
 
 
 def test_what_is_not_taken():

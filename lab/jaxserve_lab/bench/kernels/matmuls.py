@@ -32,7 +32,8 @@ from jaxserve.models.registry import family_for
 
 ROWS = (1, 16, 32, 64, 128, 512, 2048)
 DTYPES = ("bfloat16", "float32")
-_MEMORY = 128 << 20  # bytes of a weight's copies: more than a core's share of the last cache
+_MEMORY = 512 << 20  # bytes of a weight's copies: more than any processor's last cache
+_PART = 1 << 16  # float32 numbers that a thread reads at a time
 _LEAST_S = 0.05  # of a measurement
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -168,7 +169,7 @@ def _sum(parts: np.ndarray) -> np.float32:
 
 def read_rate(rounds: int) -> float:
     """The best rate at which all cores together read memory, GB/s."""
-    parts = np.ones((numba.get_num_threads(), _MEMORY), np.float32)
+    parts = np.ones((-(-_MEMORY // _PART), _PART), np.float32)
 
     def seconds() -> float:
         begin = time.perf_counter()
