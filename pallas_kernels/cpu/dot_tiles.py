@@ -313,8 +313,8 @@ class _Tile:
             if self.laid_out:
                 rows = [self._laid_out(at, stream) for at in here]
             else:
-                words = [vectors.load(builder, at, _WORDS, bits // 8) for at in here]
-                rows = [_widened(builder, row, bits, stream, INTEGERS) for row in words]
+                loaded = [vectors.load(builder, at, _WORDS, bits // 8) for at in here]
+                rows = [_widened(builder, row, bits, stream, INTEGERS) for row in loaded]
             for n, (place, words) in enumerate(zip(places, stored, strict=True)):
                 if words is None:
                     numbers = self._laid_out(place, stream)
