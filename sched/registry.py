@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxserve.sched.cache.retention import LRU, Retention
+from jaxserve.sched.cache.ttl import Ttl
 from jaxserve.sched.cache.worth import Worth
 from jaxserve.sched.parameters import text_of, with_parameters
 from jaxserve.sched.policy import Policy
@@ -37,6 +38,8 @@ class PolicyEntry:
         source: The paper and section that the policy comes from.
         ablation: Whether it is another policy without one of its parts, so that comparisons of
             policies may leave it out.
+        for_programs: Whether it schedules programs, so that comparisons on requests by themselves
+            may leave it out.
     """
 
     name: str
@@ -44,6 +47,7 @@ class PolicyEntry:
     summary: str
     source: str
     ablation: bool = False
+    for_programs: bool = False
 
     @property
     def deployable(self) -> bool:
@@ -77,14 +81,19 @@ _VARIANTS: dict[str, Variant] = {}
 
 
 def register(
-    name: str, summary: str, source: str, *, ablation: bool = False
+    name: str,
+    summary: str,
+    source: str,
+    *,
+    ablation: bool = False,
+    for_programs: bool = False,
 ) -> Callable[[_Make], _Make]:
     """Decorator: registers a policy class, or a function that returns a policy, as `name`.
 
     Running the same definition again, as notebook cells do, replaces the earlier one.
 
     Args:
-        name, summary, source, ablation: See `PolicyEntry`.
+        name, summary, source, ablation, for_programs: See `PolicyEntry`.
 
     Raises:
         ValueError: The name is taken, empty, or contains `+`, `:`, `,` or `=`.
@@ -96,7 +105,7 @@ def register(
         known = _REGISTRY.get(name)
         if known is not None and _origin(known.make) != _origin(make):
             raise ValueError(f"two policies are named {name!r}")
-        _REGISTRY[name] = PolicyEntry(name, make, summary, source, ablation)
+        _REGISTRY[name] = PolicyEntry(name, make, summary, source, ablation, for_programs)
         return make
 
     return add
@@ -205,11 +214,11 @@ def make_policy(name: str, **params: Any) -> Policy:
     return with_parameters(shown, policy, {**said.params, **params})
 
 
-RETENTIONS: dict[str, Callable[[], Retention]] = {LRU: Retention, "worth": Worth}
+RETENTIONS: dict[str, Callable[[], Retention]] = {LRU: Retention, "ttl": Ttl, "worth": Worth}
 
 
 def make_retention(name: str) -> Retention:
-    """Makes the retention policy of cached pages from its name and parameters: `lru`, or
+    """Makes the retention policy of cached pages from its name and parameters: `lru`, `ttl`, or
     `worth:best_effort=0.1`. ValueError says what is wrong."""
     base = name.partition(":")[0]
     said = PolicyName.parse(name, "retention").params
@@ -237,9 +246,14 @@ def is_built_in(name: str) -> bool:
     return all((_origin(make)[0] or "").startswith(_OWN) for make in makers)
 
 
-def deployable() -> list[str]:
-    """Names of the built-in policies that the live server accepts."""
-    return [name for name, one in policies().items() if one.deployable and is_built_in(name)]
+def deployable(*, for_programs: bool = True) -> list[str]:
+    """Names of the built-in policies that the live server accepts. for_programs: also of those that
+    schedule programs."""
+    return [
+        name
+        for name, one in policies().items()
+        if one.deployable and is_built_in(name) and (for_programs or not one.for_programs)
+    ]
 
 
 def full_name(name: str, params: Mapping[str, Any]) -> str:

@@ -29,6 +29,7 @@ from jaxserve.sched.fairness.fair_queue import hold_back, waiting_tenants
 from jaxserve.sched.fairness.fair_share import DECODE_COST, FairShares
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, ProjectToKV, Restore
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
+from jaxserve.sched.programs.cache_lives import CacheLives
 from jaxserve.sched.programs.program_table import SILENCE, ProgramTable
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
@@ -127,7 +128,9 @@ class Scheduler:
             programs=self.programs,
         )
         if self.cache is not None:
-            self.cache.retention.seconds = self._page_seconds
+            retained = self.cache.retention
+            retained.seconds, retained.lost = self._page_seconds, self._lost_seconds
+            retained.lives = CacheLives(self.programs)
         self.preemptions = 0
         self.shares = FairShares()
         self._patience, self._trials, self._trial = Patience(), Trials(), False
@@ -200,14 +203,15 @@ class Scheduler:
         self._progress.forget(row)
         length = request.sampling.max_tokens if output_len is None else output_len
         self._lengths.set_output(row, length, number)
+        self.programs.begin(row, request, first)
         if self.cache is not None and request.block_keys is not None:
             side = self.policy.side(request.tier)
             self.cache.tenants.weight[tenant] = self.shares.weight(tenant)
-            self.cache.add(row, request.block_keys, side, request.tier, tenant)
+            program = int(self.table.program[row])
+            self.cache.add(row, request.block_keys, side, request.tier, tenant, program)
             self._look_up(row)
             if first is not None:
                 self._firsts[row] = first, int(self.table.seq[first])
-        self.programs.begin(row, request, first)
         return row
 
     def know(self, row: int, keys: Sequence[bytes]) -> None:
@@ -299,7 +303,7 @@ class Scheduler:
         self._progress.check()
         self.programs.expire(now)
         if self.cache is not None:
-            self.cache.retention.now = self.cache.tenants.now = now
+            self.cache.look(now, len(self.table.in_state(RUNNING)))
             self._register_again()
             self._note_found(self.cache)
         self.view.device.free_at, self.view.device.overrun = free_at, overrun
@@ -325,6 +329,15 @@ class Scheduler:
         cached = before * size
         batch = BatchFeatures(chunk, chunk, 0, 0, chunk * (chunk + 2 * cached), 1, cached)
         return np.broadcast_to(self.view.step_time(batch) * size / chunk, before.shape)
+
+    def _lost_seconds(self, pages: int) -> float:
+        """Seconds to get back the first pages of a request: computed again, or from host memory if
+        that is faster."""
+        computed = float(self._page_seconds(np.arange(pages)).sum())
+        if self.cache is None or self.cache.host is None:
+            return computed
+        tokens = np.array([pages * self.pool.block_size])
+        return min(computed, float(self.view.swap_time(tokens)[0]) / 2)
 
     def _hold_siblings(self) -> np.ndarray:
         """Holds back continuations of a prompt until the first has computed it, or has ended.
@@ -439,6 +452,7 @@ class Scheduler:
             if cache.knows(row) and not table.preemptions[row]:
                 tier = table.tier[row]
                 table.cached_at_start[row] = len(pages) * size
+                cache.retention.started(cache.retention.now - float(table.arrival[row]))
                 cache.num_queried[tier] += table.prompt_len[row]
                 cache.num_hit[tier] += len(pages) * size
                 cache.num_host_hit[tier] += len(keys) * size
@@ -595,6 +609,8 @@ class Scheduler:
             ended = float(table.last_token[row]) if now is None else now
             self.programs.end(row, ended, complete=complete, answer=self._answer_key(row))
         if self.cache is not None:
+            if self.cache.retention.by_program and table.state[row] == DRAINING:
+                self.cache.stay_again(row)  # its blocks were released before it ended
             self.cache.remove(row)
             self._firsts.pop(row, None)
         self.pool.release(row)

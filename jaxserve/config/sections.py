@@ -90,7 +90,8 @@ class CacheConfig:
             token then tells one tenant what others have asked.
         retention: Which unused blocks are kept longest, with parameters: lru (the most recently
             read) | worth (those likely to save the most computing, first of all for real-time
-            requests; see docs/reuse.md).
+            requests) | ttl (as lru, but programs keep theirs while a tool runs, for the time that
+            pays); see docs/reuse.md.
         rho: Seconds that a step takes longer for each token read from a hidden cache instead of
             from K and V: a number, or auto for what scheduler.profile, or the timing at the start,
             says.

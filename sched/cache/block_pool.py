@@ -77,12 +77,15 @@ class BlockPool:
         self._free = FreeBlocks(num_blocks)
         self._hidden = False  # whether any row has ever had a hidden cache
         self._reading = np.zeros(max_owners, np.int64)  # by row, see `_read`
+        self._kept = np.zeros(max_owners, np.int64)  # those of `_reading` that are kept
         self._stale = False  # whether a block has become shared, or stopped being shared
 
     @property
     def num_free(self) -> int:
         """Blocks that an allocation may take, including cached blocks that nobody reads."""
-        return self._free.count + (0 if self.cache is None else self.cache.num_unread)
+        if self.cache is None:
+            return self._free.count
+        return self._free.count + self.cache.num_unread - self.cache.retention.kept
 
     @property
     def num_used(self) -> int:
@@ -169,23 +172,32 @@ class BlockPool:
             new += have * (hidden & (kinds == KV))
         return np.asarray(new)
 
+    def finds_kept(self, rows: np.ndarray) -> np.ndarray:
+        """Which waiting rows find pages that are kept for their programs (`Retention.keeps`), bool
+        [n]."""
+        self._read(rows)
+        return np.asarray(self._kept[rows] > 0)
+
     def _read(self, rows: np.ndarray) -> np.ndarray:
         """Blocks per plane that each row would find if it started, and that take no free blocks,
-        int64 [n]: only those with several readers. A block that a single row reads counts as free,
-        since that row may be preempted."""
+        int64 [n]: those with several readers, and kept ones, which do not count as free. A block
+        that a single row reads counts as free, since that row may be preempted."""
         cache = self.cache
         if cache is None:
             return np.zeros(len(rows), np.int64)
         cache.settle()
         if self._stale or cache.moved:
             moved = [*cache.moved]
-            self._reading[moved] = 0
+            self._reading[moved] = self._kept[moved] = 0
+            retention = cache.retention
             ends = cache.ends if self._stale else {c[-1] for c in map(cache.chain, moved) if c}
             for end in ends:
                 rows_of = [*end.finders]
                 # A row that reads a page reads all pages before it.
-                several = bisect.bisect_left(cache.chain(rows_of[0]), True, key=self._is_of_one)
-                self._reading[rows_of] = several
+                chain = cache.chain(rows_of[0])
+                several = bisect.bisect_left(chain, True, key=self._is_of_one)
+                kept = sum(map(retention.keeps, chain[several:])) if retention.kept else 0
+                self._reading[rows_of], self._kept[rows_of] = several + kept, kept
             self._stale = False
             cache.moved.clear()
         return np.asarray(self._reading[rows])
@@ -225,7 +237,7 @@ class BlockPool:
         holding = np.flatnonzero(self.held)
         tables[holding] = self.tables[holding]  # pages of other owners are never touched
         self.tables = tables
-        none = dict.fromkeys(("held", "_private", "_reading", "mirrored"), 0)
+        none = dict.fromkeys(("held", "_private", "_reading", "_kept", "mirrored"), 0)
         grow_columns(self, rows, cap=self.block_size, kind=KV, direction=LEFT, **none)
 
     def open_cache(self, row: int, kind: CacheKind, direction: Direction = Direction.LEFT) -> None:

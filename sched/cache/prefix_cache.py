@@ -111,6 +111,7 @@ class PrefixCache:
         side: int = LEFT,
         tier: int = Tier.REALTIME,
         tenant: int = 0,
+        program: int = -1,
     ) -> None:
         """Adds a request.
 
@@ -121,11 +122,18 @@ class PrefixCache:
             were filled from the other side, where tokens lie elsewhere.
             tier: Its tier.
             tenant: Its tenant.
+            program: Number of its program; -1 for none.
         """
-        self._readers[row] = Reader(tier, len(keys), tenant)
+        self._readers[row] = Reader(tier, len(keys), tenant, program)
         self.tenants.use(tenant)
         self._sides[row], self._keys[row] = side, []
         self.extend(row, keys)
+
+    def look(self, now: float, running: int) -> None:
+        """A plan is about to be made, see `Retention.look`."""
+        self.tenants.now = now
+        if self.retention.look(now, running):
+            self.moved.update(self._chain)
 
     def extend(self, row: int, keys: Sequence[bytes]) -> None:
         """Adds the keys of the row's next full blocks."""
@@ -335,6 +343,14 @@ class PrefixCache:
             if any(after.ids and after not in self._unread for after in page.after):
                 free += self.forget(page)  # readers of the children have a copy of it
         return free
+
+    def stay_again(self, row: int) -> None:
+        """Tells the retention anew of the row's pages that nobody reads, the last one first."""
+        for index in reversed(range(self.num_keys(row))):
+            page = self.page(row, index)
+            if page is not None and page in self._unread:
+                self.retention.leave(page)
+                self.retention.stay(page)
 
     def read(self, page: Page, row: int) -> None:
         """Records that the row reads the page that it has found."""

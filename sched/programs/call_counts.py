@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
+import numpy as np
+
 ENOUGH = 8
 """Least ended programs of a kind for their numbers to be used."""
 KEPT = 128
@@ -39,3 +41,17 @@ class CallCounts:
             return 0.0
         longer = [count - calls for count in counts if count >= calls]
         return sum(longer) / len(longer) if longer else 0.0
+
+    def memory(self, kind: Kind) -> float:
+        """How well the calls that a program has made tell how many are left: 1 if all programs make
+        as many, 0 if the calls made tell nothing, or if too few programs have ended (Continuum's
+        memoryfulness, the negative correlation of the two)."""
+        counts = self._kinds.get(kind, ())
+        if len(counts) < ENOUGH:
+            return 0.0
+        total = np.repeat(np.array(counts), counts)
+        made = np.concatenate([np.arange(1, count + 1) for count in counts])
+        left = total - made
+        if not (made.std() and left.std()):
+            return 0.0
+        return -float(np.corrcoef(made, left)[0, 1])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.sched.programs.call_counts import CallCounts
+from jaxserve.sched.programs.call_counts import CallCounts, Kind
 from jaxserve.sched.programs.tool_times import ToolTimes
 from jaxserve.sched.programs.verdict import ProgramEnd, ProgramVerdict
 from jaxserve.sched.request import MAX_EXPECTED_CALLS, Request
@@ -88,7 +88,7 @@ class _Program:
         return bool(self.id) or self.calls > 1
 
     @property
-    def kind(self) -> tuple[str, str, bool]:
+    def kind(self) -> Kind:
         """Its `call_counts.Kind`."""
         return self.tenant, self.slo_class, bool(self.id)
 
@@ -122,6 +122,22 @@ class Waiting(NamedTuple):
     since: float
     tools: tuple[str, ...]
     pause: float | None
+
+
+class ToolWait(NamedTuple):
+    """A program that waits for a tool.
+
+    Attributes:
+        tenant: Its tenant.
+        kind: Its kind, for `CallCounts`.
+        since: When its last call ended.
+        tools: Names of the tools.
+    """
+
+    tenant: str
+    kind: Kind
+    since: float
+    tools: tuple[str, ...]
 
 
 class ProgramTable:
@@ -364,6 +380,29 @@ class ProgramTable:
                 )
             )
 
+    def tool_wait(self, number: int) -> ToolWait | None:
+        """What is known of a program that waits for a tool; None if it does not, or is not known to
+        be a program."""
+        program = self._of(number)
+        if program is None or program.running or not (program.counts and program.tools):
+            return None
+        return ToolWait(program.tenant, program.kind, program.ended, program.tools)
+
+    def _of(self, number: int) -> _Program | None:
+        return self._programs[number] if 0 <= number < len(self._programs) else None
+
+    def silent_since(self, number: int) -> float | None:
+        """When the program's last call ended; None if one runs, or if it is not known to be one."""
+        program = self._of(number)
+        silent = program is not None and program.counts and not program.running
+        return program.ended if program is not None and silent else None
+
+    def is_back(self, number: int, since: float) -> bool:
+        """Whether the program, whose last call had ended at `since`, has sent its next call, and
+        that one has not ended."""
+        program = self._of(number)
+        return program is not None and program.running > 0 and program.ended == since
+
     def waiting(self) -> list[Waiting]:
         """The programs whose next call is expected, the one whose last call ended first at the
         front of its tenant's."""
@@ -450,7 +489,8 @@ class ProgramTable:
         table.program_start[row] = program.start
         table.program_deadline[row] = program.start + program.allowed
         table.calls_before[row] = program.calls - 1
-        table.calls_after[row] = self._calls_left(program)
+        left = table.calls_after[row] = self._calls_left(program)
+        table.tool_time_after[row] = left * self.tool_times.overall(program.tenant)
         table.attained[row] = self._attained[program.number]
 
     def _calls_left(self, program: _Program) -> float:

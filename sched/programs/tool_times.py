@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 ENOUGH = 4
 """Least times of a tool for them to be used."""
@@ -50,6 +52,28 @@ class ToolTimes:
         """The mean time of the slowest of these tools without extremes, in seconds; None if none of
         them is known well enough."""
         return max(map(_mean, self._known(tenant, tools)), default=None)
+
+    def overall(self, tenant: str) -> float:
+        """The mean time of a tenant's tools, each as often as it is known to run, without extremes,
+        in seconds; 0 if nothing is known."""
+        mine: Mapping[str, Sequence[float]] = self._tenants.get(tenant, {})
+        known = [(len(times), _mean(sorted(times))) for times in mine.values()]
+        return sum(n * mean for n, mean in known) / sum(n for n, _ in known) if known else 0.0
+
+    def times(self, tenant: str, tools: Iterable[str]) -> np.ndarray:
+        """Times that these tools, which run at once, may take, each as likely as the others, in
+        ascending order, float64 [n]. Those of all of the tenant's tools if too few are known of
+        these."""
+        known = self._known(tenant, tools)
+        if not known:
+            mine: Mapping[str, Sequence[float]] = self._tenants.get(tenant, {})
+            every = [time for tool, times in mine.items() if tool for time in times]
+            return np.array(sorted(every))
+        if len(known) == 1:
+            return np.array(known[0])
+        shares = (np.arange(KEPT) + 0.5) / KEPT
+        slowest = [np.quantile(times, shares, method="inverted_cdf") for times in known]
+        return np.asarray(np.max(slowest, axis=0))
 
     def _known(self, tenant: str, tools: Iterable[str]) -> list[list[float]]:
         mine = self._tenants.get(tenant)

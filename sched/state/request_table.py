@@ -89,6 +89,8 @@ class RequestTable:
         program_deadline: float64, when the program's last call has to end; inf for never.
         calls_before: int64, calls of the program before this one.
         calls_after: float64, calls that are expected after it; 0 if nothing is known.
+        tool_time_after: float64, seconds that tools are expected to take before these; 0 if nothing
+            is known.
         attained: float64, tokens computed for all calls of the program, each counted once.
         output_lengths: Lengths of finished outputs.
         num_sampling: Requests that are not greedy.
@@ -136,6 +138,7 @@ class RequestTable:
         self.program_deadline = np.full(capacity, np.inf)
         self.calls_before = np.zeros(capacity, np.int64)
         self.calls_after = np.zeros(capacity)
+        self.tool_time_after = np.zeros(capacity)
         self.attained = np.zeros(capacity)
         self.output_lengths = OutputLengths()
         self._free = list(range(capacity - 1, -1, -1))
@@ -185,6 +188,7 @@ class RequestTable:
         self.program[row], self.program_start[row] = -1, request.arrival
         self.program_deadline[row] = np.inf
         self.calls_before[row] = self.calls_after[row] = self.attained[row] = 0
+        self.tool_time_after[row] = 0
         self.tier[row], self.adapter[row] = request.tier, 0
         self.greedy[row] = request.sampling.is_plain_greedy
         self.alone[row], self.value[row] = alone.ttft, request.value

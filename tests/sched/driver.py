@@ -12,7 +12,7 @@ from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy, make_retention
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import SLO, Program, Request, SamplingParams, Tier
 from jaxserve.sched.scheduler import Scheduler
 from jaxserve.sched.state.request_table import State
 from jaxserve.sched.step import Step
@@ -93,12 +93,15 @@ class Drive:
         weight: float | None = None,
         value: float = 1.0,
         keys: tuple[bytes, ...] | None = None,
+        program: Program | None = None,
         **slo: float,
     ) -> int:
         sampling, own = SamplingParams(max_tokens=output), SLO(**slo)
         whose: dict[str, Any] = {"tenant": tenant, "weight": weight, "value": value}
-        whose["block_keys"] = keys
-        request = Request("r", (1,) * prompt, sampling, own, tier, arrival, **whose)
+        whose |= {"block_keys": keys, "program": program}
+        request = Request(
+            f"r{self._requests}", (1,) * prompt, sampling, own, tier, arrival, **whose
+        )
         self.live += 1
         row = self.scheduler.add(request)
         if self._guessable is not None:

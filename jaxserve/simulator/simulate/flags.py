@@ -198,7 +198,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         "(conversation, agent, traces with hash_ids); by default like a server, not with "
         "infermax_paper, and with --replay as it was served",
     )
-    add("--retention", default=LRU, help="which cached prefixes are kept: lru, worth (lru)")
+    add("--retention", default=LRU, help="which cached prefixes are kept: lru, ttl, worth (lru)")
     routing_flags.add_flags(parser)
     workload_flags.add_flags(
         parser,
