@@ -39,6 +39,8 @@ class Known:
         most_output: Most tokens that it may write.
         waiting: bool, whether it holds no cache.
         decoding: bool, whether it decodes.
+        program_start, attained: See `RequestTable`; of a request that has just come, as if it were
+        of no program.
         seed: Seed of the run.
         given: See `Columns`.
         outlook: An `Outlook`.
@@ -59,6 +61,8 @@ class Known:
     most_output: Any
     waiting: Any
     decoding: Any
+    program_start: Any
+    attained: Any
     seed: int = 0
     given: float = 0.0
     outlook: Any = 0
@@ -98,6 +102,8 @@ class Known:
             most_output=one(request.sampling.max_tokens),
             waiting=_YES,
             decoding=~_YES,
+            program_start=one(arrival),
+            attained=_ZERO,
             seed=seed,
             outlook=_ZERO,
             bare=one(request.tier == Tier.BEST_EFFORT and request.slo == SLO()),
@@ -172,6 +178,8 @@ class Backlog:
             most_output=view.most_output(rows),
             waiting=waits,
             decoding=table.decoding(rows),
+            program_start=table.program_start[rows],
+            attained=table.attained[rows],
             seed=vars(view)["seed"],  # so that simulations do not count this as a use by the policy
             outlook=table.outlook[rows].astype(np.int64),
             bare=table.bare(rows),

@@ -67,6 +67,13 @@ class CompiledSpec:
 # As in the table, by name.
 FLOATS = ("arrival", "last_token", "ttft", "tbt", "jct", "alone")
 INTEGERS = ("seq", "prompt_len", "generated", "computed", "tier")
+# Also as in the table. A policy whose key uses these says how it is compiled (`compiled_spec`),
+# where no request is of a program, or that it is not.
+OF_PROGRAMS = ("program_start", "attained")
+_COLUMNS = {
+    **dict.fromkeys((*FLOATS, *OF_PROGRAMS), np.float64),
+    **dict.fromkeys(INTEGERS, np.int64),
+}
 
 
 class Columns:
@@ -80,6 +87,7 @@ class Columns:
     Attributes:
         arrival, last_token, ttft, tbt, jct, alone: From `RequestTable`, in seconds. alone is the
         time to the first token on an idle engine, and each target is at least that reachable.
+        program_start, attained: From `RequestTable`, of the request's program.
         seq: The order of arrival.
         prompt_len, generated, computed: Tokens.
         tier: A `Tier`.
@@ -93,11 +101,11 @@ class Columns:
         self._view, self._rows, self.given = view, rows, given
 
     def __getattr__(self, name: str) -> np.ndarray:
-        if name not in FLOATS and name not in INTEGERS:
+        if name not in _COLUMNS:
             raise AttributeError(_unknown(name))
         column = getattr(self._view.table, name)[self._rows]
         # A tier has a small type in the table, where it is not used in arithmetic.
-        column = np.asarray(column, np.float64 if name in FLOATS else np.int64)
+        column = np.asarray(column, _COLUMNS[name])
         setattr(self, name, column)
         return column
 

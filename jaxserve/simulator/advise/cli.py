@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def flag_parser() -> Parser:
     """The parser; pass its result to `check`."""
     parser = Parser(prog="jaxserve advise", description=__doc__)
-    flags.add_policy(parser, None, "all that a server takes")
+    flags.add_policy(parser, None, "all that a server takes but those for programs")
     flags.add_what_is_simulated(parser, system="needed without --replay")
     flags.add_how_often(parser)
     parser.set_defaults(**dict.fromkeys(_NOT_ASKED))
@@ -77,7 +77,7 @@ def check(args: argparse.Namespace) -> str:
 
 def _advise(args: argparse.Namespace) -> int:
     if args.policy is None:
-        args.policy = deployable()
+        args.policy = deployable(for_programs=False)
     unreal = [name for name in args.policy if make_policy(name).hypothetical]
     if unreal:
         raise ValueError(f"--policy: {unreal[0]} is for simulations only, no server takes it")

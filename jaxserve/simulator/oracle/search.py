@@ -247,9 +247,10 @@ def _portfolio(oracle: OraclePolicy, runner: _Runner) -> Iterator[_Tried]:
 
 
 def portfolio(which: Portfolio) -> list[str]:
-    """The names of the policies that a search begins with: all registered ones but the oracle, and
-    some with parameters."""
-    names = [name for name in policies() if not isinstance(make_policy(name), OraclePolicy)]
+    """The names of the policies that a search begins with: all registered ones but the oracle and
+    those for programs, which it does not search, and some with parameters."""
+    known = [name for name, one in policies().items() if not one.for_programs]
+    names = [name for name in known if not isinstance(make_policy(name), OraclePolicy)]
     names += VARIED
     if which is Portfolio.QUICK:
         names = [name for name in names if has_form(make_policy(name))]

@@ -114,9 +114,10 @@ class Found:
 
 
 def entrants() -> list[str]:
-    """The policies of the whole league: all that a server takes, but parts of others."""
+    """The policies of the whole league: all that a server takes, but parts of others, and those for
+    programs, which have a league of their own."""
     known = registry.policies()
-    return [name for name in registry.deployable() if not known[name].ablation]
+    return [name for name in registry.deployable(for_programs=False) if not known[name].ablation]
 
 
 def collect(

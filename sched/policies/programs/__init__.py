@@ -1,0 +1,1 @@
+"""Policies that schedule programs, as their papers say, one file each."""
