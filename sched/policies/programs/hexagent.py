@@ -3,9 +3,10 @@
 Peng et al., "HexAGenT: Efficient Agentic LLM Serving via Workflow- and Heterogeneity-Aware
 Scheduling" (arXiv 2605.16637). A call's risk is the time from its program's start to its projected
 end, over the time that the program may take, or would take alone. The paper's target is a multiple
-of the time alone of what is known of the program so far; here a program's own deadline counts, or the call's JCT, if it
-has one. The end is projected from this call's remaining tokens, from the calls that are expected
-after it, each like this one, and from the mean time of the tools in between.
+of the time alone of what is known of the program so far; here a program's own deadline counts, or
+the call's JCT, if it has one. The end is projected from this call's remaining tokens, from the
+calls that are expected after it, each like this one, and from the mean time of the tools in
+between.
 
 Its placement of prefills and decodes on different devices is about clusters: here there is one.
 Batches are Sarathi's.
