@@ -93,6 +93,8 @@ def _pays(workload: Workload) -> bool:
 def _run_compiled(
     policy: Policy, workload: Workload, setting: Setting, options: RunOptions
 ) -> Served:
+    if workload.programs.closed:
+        raise NotCompiled("calls of programs come as others end, which is not compiled")
     form = form_of(policy)
     assert isinstance(policy, UnifiedPolicy)
     # A derived class may override batch_time.

@@ -23,6 +23,7 @@ from jaxserve.sched.slo.metrics import (
     split_metrics,
 )
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
+from jaxserve.simulator.program_records import ProgramRecords
 from jaxserve.simulator.settings import BATCH, REFUSED, BatchRows, Served
 from jaxserve.simulator.workloads.workload import Workload
 
@@ -221,6 +222,7 @@ class SimulationResult:
         found_by: Name of the policy with the best schedule, see `oracle.search.Found`.
         expected: float64 [n], seconds to the first token as predicted on arrival; None if not
             requested.
+        programs: Records of the programs that began; None if no request is of one.
     """
 
     requests: RequestRecords
@@ -233,6 +235,7 @@ class SimulationResult:
     found_by: str | None = None
     expected: np.ndarray | None = None
     num_dropped: int = 0
+    programs: ProgramRecords | None = None
 
     @property
     def lengthening(self) -> np.ndarray | None:
@@ -268,6 +271,7 @@ class SimulationResult:
             drafted_tokens, accepted_tokens: Drafted tokens that were computed, and accepted ones;
             only if tokens could be drafted.
             goodput_bound_per_s, search_runs: See the fields; only if the schedule was searched for.
+            programs: See `ProgramRecords.summary`; only if there are programs.
             tiers, classes: The same by name, see `metrics.group_metrics`.
         """
         requests, batches = self.requests, self.batches
@@ -307,6 +311,7 @@ class SimulationResult:
             "mean_shared_blocks": _mean(batches.num_shared, batches.duration),
             "peak_shared_blocks": int(batches.num_shared.max(initial=0)),
             **split_metrics(times, terms, met, total, rule),
+            **({} if self.programs is None else {"programs": self.programs.summary()}),
         }
 
     def _reuse(self) -> dict[str, Any]:
@@ -341,7 +346,7 @@ class SimulationResult:
         """Columns of the per-request table, [n] each: limit is the requested max_tokens; slo_ttft,
         slo_tbt, slo_jct and slo_max_tbt are the requested targets in seconds, inf for none; replica
         is REFUSED, and times are nan, if the queue was full; attained is None for requests without
-        targets."""
+        targets. If there are programs, program is the number of each request's."""
         r, asked = self.requests, self.requests.workload
         attained = self.attained.astype(object)
         attained[~asked.terms.asked] = None
@@ -357,11 +362,19 @@ class SimulationResult:
             **{f"slo_{name}": getattr(asked, name) for name in ALL_TARGETS},
             "value": asked.value,
             "attained": attained,
+            **({"program": asked.programs.program} if self.programs is not None else {}),
         }
 
     def batch_table(self) -> dict[str, np.ndarray]:
         """Columns of the per-batch table, [batches] each."""
         return {"batch": np.arange(len(self.batches)), **vars(self.batches)}
+
+    def program_table(self) -> dict[str, np.ndarray]:
+        """Columns of the per-program table, see `ProgramRecords.table`. Raises ValueError if there
+        are no programs."""
+        if self.programs is None:
+            raise ValueError("programs_table: no request is of a program")
+        return self.programs.table()
 
 
 def _mean(values: np.ndarray, weights: np.ndarray | None = None) -> float | None:

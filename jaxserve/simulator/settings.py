@@ -16,6 +16,7 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
 from jaxserve.sched.policy import Limits, View
 from jaxserve.sched.routing.routers import ROUTERS
+from jaxserve.simulator.program_records import ProgramRecords
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
 from jaxserve.simulator.workloads.workload import Workload
 
@@ -285,6 +286,7 @@ class Served:
         found: int64 [n], cached tokens of each prompt; None without prefix caching.
         drafts: int64 [n] each, drafted tokens that were computed, and accepted ones; None without
         drafts.
+        programs: The programs that began; None if there are none.
     """
 
     workload: Workload
@@ -298,6 +300,7 @@ class Served:
     expected: np.ndarray | None = None
     found: np.ndarray | None = None
     drafts: tuple[np.ndarray, np.ndarray] | None = None
+    programs: ProgramRecords | None = None
 
 
 @dataclass(frozen=True, slots=True)

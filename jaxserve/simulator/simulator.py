@@ -310,6 +310,7 @@ def _result(
         seed_read=served.seed_read or setting.scatter is not None,
         **searched,
         expected=served.expected,
+        programs=served.programs,
     )
 
 
@@ -426,7 +427,7 @@ def _that_fit(workload: Workload, policy: Policy, setting: Setting) -> Workload:
     if there are none."""
     most = tokens_in(setting.num_blocks, setting.block_size) + 1
     step = most if policy.chunked else setting.limits.max_batch_tokens + 1
-    fits = workload.lengths.total <= min(most, step)
+    fits = ~workload.programs.cut_off(workload.lengths.total > min(most, step))
     if not fits.any():
         raise SimulationError(
             f"all requests have more tokens than the {min(most, step) - 1} that fit"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from jaxserve.sched.request import SLO
 from jaxserve.sched.slo.classes import SloClassError, parse_classes
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
-from jaxserve.simulator.workloads.specs import MaxTokens
+from jaxserve.simulator.workloads.specs import MOST_PROGRAMS, MaxTokens
 from jaxserve.simulator.workloads.workload import WorkloadError
 
 T = TypeVar("T")
@@ -42,6 +42,21 @@ def add_flags(parser: argparse.ArgumentParser, max_tokens: str) -> None:
         "--max_tokens",
         type=checked(_max_tokens),
         help=f"limit of requests that have none of their own: {max_tokens}",
+    )
+
+
+def add_programs(parser: argparse.ArgumentParser) -> None:
+    """Adds --programs and --program_deadline_ms."""
+    parser.add_argument(
+        "--programs",
+        type=lambda text: positive_int(text, MOST_PROGRAMS),
+        help="programs in progress at a time, instead of a rate, for closed sessions and traces "
+        "with programs: another one begins when one has ended",
+    )
+    parser.add_argument(
+        "--program_deadline_ms",
+        type=positive,
+        help="from the first call of a program to the end of its last (none, or the trace's)",
     )
 
 
@@ -109,9 +124,11 @@ def _max_tokens(text: str) -> MaxTokens:
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens."""
+    """The flags as fields of `WorkloadSpec`: slo, classes, max_tokens, program_deadline."""
     targets = {name: getattr(args, f"slo_{name}_ms") for name in ALL_TARGETS}
     given = {name: value / 1e3 for name, value in targets.items() if value is not None}
     classes = parse_classes(args.classes) if args.classes else ()
     max_tokens = _max_tokens(args.max_tokens) if args.max_tokens else None
-    return {"slo": SLO(**given), "classes": classes, "max_tokens": max_tokens}
+    found = {"slo": SLO(**given), "classes": classes, "max_tokens": max_tokens}
+    deadline = getattr(args, "program_deadline_ms", None)
+    return found if deadline is None else {**found, "program_deadline": deadline / 1e3}

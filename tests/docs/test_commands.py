@@ -48,7 +48,7 @@ AZURE = "AzureLLMInferenceTrace_conv.csv"  # of the Azure public dataset
 # Flags whose file the command itself writes.
 WRITTEN = (
     *("--out", "--markdown", "--json_file", "--chrome_trace", "--summary", "--file"),
-    *("--config.engine.record", "--request_log"),
+    *("--config.engine.record", "--request_log", "--programs_table"),
 )
 FILE = re.compile(r"[\w./-]+\.(?:jsonl?|csv|txt|py)(?=$|:)")
 SIMULATED = ("simulate", "advise")

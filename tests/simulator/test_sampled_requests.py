@@ -56,7 +56,7 @@ def test_padded_rows_sample_too() -> None:
 
 def test_requests_say_how_they_sample() -> None:
     requests = Requests(workload(True, False, True))
-    made = [requests.make_request(number).sampling for number in range(3)]
+    made = [requests.make_request(number, 0.0).sampling for number in range(3)]
     assert [one.is_plain_greedy for one in made] == [True, False, True]
     assert all(one.max_tokens == 3 for one in made)
 

@@ -134,8 +134,11 @@ def _elsewhere(runs: Sequence[Run], workers: Workers) -> dict[float, list[Point]
 
 
 def _at(source: Source, factor: float) -> Source | None:
-    """The traffic at `factor` times its rate; None if all of it comes at once."""
+    """The traffic at `factor` times its rate; None if all of it comes at once, or programs begin as
+    others end."""
     if isinstance(source, WorkloadSpec):
+        if source.programs is not None:
+            return None
         rate = source.rate or _rate(source)
         return None if rate is None else dataclasses.replace(source, rate=_short(rate * factor))
     own = _rate(source)

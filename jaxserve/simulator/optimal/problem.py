@@ -62,6 +62,10 @@ class Problem:
             raise OptimalError(
                 f"cost_model has {linear.num_experts} experts; only models without are supported"
             )
+        if self.workload.programs.closed:
+            raise OptimalError(
+                "calls of programs come when others have ended: arrivals must be known"
+            )
         for name in ("kv_tokens", "max_batch_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise OptimalError(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -93,8 +93,8 @@ def search(
 
     Raises:
         NotCompiled: `options.compiled` is True.
-        NotSearched: There are several replicas, closed-loop requests, whose arrivals are not
-            known, or drafts.
+        NotSearched: There are several replicas, closed-loop requests or programs, whose arrivals
+            are not known, or drafts.
         InvalidPlan: No policy can serve the workload.
     """
     if options.compiled:
@@ -107,6 +107,11 @@ def search(
         raise NotSearched(
             "policy oracle: best_effort requests come when others have ended; arrivals must be "
             "known to search"
+        )
+    if workload.programs.closed:
+        raise NotSearched(
+            "policy oracle: calls of programs come when others have ended; arrivals must be known "
+            "to search"
         )
     in_python = options.checked or setting.online is not None or traffic.until < math.inf
     asked = options.compiled is False and (in_python or not options.record_rows)

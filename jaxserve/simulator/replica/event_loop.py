@@ -9,7 +9,6 @@ the machine's own clock.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,7 +19,9 @@ from jaxserve.sched.plan import InvalidPlan
 from jaxserve.sched.policy import Policy
 from jaxserve.sched.registry import make_retention
 from jaxserve.sched.request import Request
+from jaxserve.simulator.program_records import ProgramRecords
 from jaxserve.simulator.replica.admission import BoundedQueue, Lateness
+from jaxserve.simulator.replica.alone import served_alone
 from jaxserve.simulator.replica.arrivals import Arrivals
 from jaxserve.simulator.replica.drafter import Guesses
 from jaxserve.simulator.replica.event_queue import Events
@@ -105,6 +106,10 @@ def run_in_python(
     failed = np.isin(np.arange(len(served_by)), list(front.failed))
     came, numbers = arrivals.came()
     rows = [_renumbered(machine.rows_log, numbers) for machine in machines]
+    programs = None
+    if workload.programs.closed:
+        alone = served_alone(workload, setting)
+        programs = ProgramRecords.from_releases(workload, arrivals.releases, alone, traffic.until)
     drawn = setting.routing.draws or guesses is not None
     drawn |= any(one.scheduler.view.seed_read for one in machines)
     return Served(
@@ -119,6 +124,7 @@ def run_in_python(
         expected=late.expected(numbers),
         found=outputs.found[numbers] if setting.prefix_caching else None,
         drafts=None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
+        programs=programs,
     )
 
 
@@ -176,11 +182,13 @@ def _serve(
         served_by.pop(number, None)
         chosen = front.choose(number, request, now)
         if chosen is None:
+            arrivals.refused(number, now)
             return
         machine = machines[chosen]
         if not machine.dead:
             taken = late.admits(machine, number, request, now)
             if not (taken and queue.admits(chosen, number, now)):
+                arrivals.refused(number, now)
                 return
             machine.receive(number, request, now)
             loops.at(chosen, machine.next_time)
@@ -200,18 +208,21 @@ def _serve(
             if progress is not None and number < arrivals.num_open:
                 progress(1)
         elif timer <= time:
-            stranded = front.run(more=arrivals.next_time < math.inf or arrivals.horizon == 0.0)
+            stranded = front.run(arrivals.more)
+            arrivals.release(front.failed, timer)
             if stranded is not None:
                 place(*stranded, timer)
         else:
             machine = machines[index]
             try:
-                machine.run(min(arrivals.horizon, timer, until))
+                machine.run(min(arrivals.horizon(time), timer, until))
             except OutOfBlocks as error:
                 raise InvalidPlan(f"more blocks than are free ({error})") from error
             loops.at(index, machine.next_time)
             front.changed(index)
             arrivals.follow()
+            for name, tools in arrivals.release(front.failed, time).items():
+                machine.scheduler.programs.note_tools(name, tools)
     found = np.full(len(arrivals.outputs.lengths), REFUSED)
     found[list(served_by.keys())] = list(served_by.values())
     return found

@@ -17,6 +17,7 @@ class Outputs:
         over: bool [n], whether the request has ended.
         preemptions: int64 [n].
         found: int64 [n], tokens of each prompt that were cached when it first started.
+        ended: Numbers of the requests that have ended since its reader last emptied it.
         drafted: int64 [n], drafted tokens that were computed.
         accepted: int64 [n], drafted tokens that were right, and in the output.
     """
@@ -25,6 +26,7 @@ class Outputs:
         self.lengths = self.offsets = self.preemptions = self.found = np.zeros(0, np.int64)
         self.drafted = self.accepted = np.zeros(0, np.int64)
         self.times, self.over = np.zeros(0), np.zeros(0, bool)
+        self.ended: list[int] = []
 
     def add(self, lengths: np.ndarray) -> None:
         """Adds requests by their output lengths, int64 [m]."""
@@ -35,6 +37,11 @@ class Outputs:
         self.times = np.concatenate([self.times, np.full(int(lengths.sum()), np.nan)])
         self.over = np.concatenate([self.over, np.zeros(count, bool)])
         grow_columns(self, len(self.lengths), preemptions=0, found=0, drafted=0, accepted=0)
+
+    def end(self, number: int) -> None:
+        """Notes that a request has ended."""
+        self.over[number] = True
+        self.ended.append(number)
 
     def cut(self, end: float) -> None:
         """Forgets tokens that came after `end`."""

@@ -356,9 +356,9 @@ class Replica:
             self.scheduler.know(int(rows[i]), as_keys(new))
 
     def _end(self, row: int) -> None:
-        number = self._request_of[row]
+        number = int(self._request_of[row])
         self._outputs.found[number] = self.scheduler.table.cached_at_start[row]
-        self._outputs.over[number] = True
+        self._outputs.end(number)
         self._has_slot[row] = False
         self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
         self.scheduler.finish(row)

@@ -192,7 +192,7 @@ class Front:
                 self._again.add(number)
                 outputs.preemptions[number] = 0
                 return number, request
-            outputs.over[number] = True
             self.failed.add(number)
+            outputs.end(number)
         self._timers.at(NOTICE * len(self._machines) + replica, math.inf)
         return None

@@ -11,6 +11,7 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
         --attainment=0.9 --slo_ttft_ms=1000 --slo_tbt_ms=100 --summary=runs.csv
     jaxserve simulate --policy=vllm,priority --workload=sharegpt --rate=4 --duration=600 \
         --best_effort=closed:batch=64,input=uniform:512:1024,output=uniform:32:128
+    jaxserve simulate --policy=sarathi,edf --workload=closed-agent --programs=24 --duration=600
     jaxserve simulate --workload=sharegpt --rate=300 --num_requests=20000 --seeds=1 \
         --slo_ttft_ms=1000 --replicas=64 --routing=slo --routers=4 --snapshot_s=0.5 \
         --snapshot_age_s=0.1 --snapshot_loss=0.05 --faults=0:at=20s:slow=3,7:at=30s
@@ -18,9 +19,12 @@ r"""Simulates serving: no device, no weights, minutes in seconds.
     jaxserve simulate --replay=served.jsonl --policy=sarathi,vllm,edf
 
 --workload: fixed:IxOxB, a mix (lilo+siso), a data set's name, conversation or agent, whose prompts
-continue earlier ones, or a trace's path: a CSV of prompt_tokens,output_tokens, Azure's or
-BurstGPT's CSV, Mooncake's JSONL; a trace may have the parameters of each request in columns
-max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and greedy (true, or false for sampled requests).
+continue earlier ones, closed-conversation, closed-agent or closed-research, or a trace's path: a
+CSV of prompt_tokens,output_tokens, Azure's or BurstGPT's CSV, Mooncake's JSONL; a trace may have
+the parameters of each request in columns max_tokens, tier, ttft_ms, tbt_ms, jct_ms, class and
+greedy (true, or false for sampled requests), and its place in a program in columns program, after
+(numbers of the requests that it waits for, from 1, joined by +), wait_ms, tool and
+program_deadline_ms.
 Several policies and rates, separated by commas, run in parallel on all cores.
 
 --best_effort: batches of best-effort requests beside the workload, the first at the start, each of
@@ -28,6 +32,13 @@ the others when all requests of the one before have ended; they may write as man
 longest of them. At --duration the run is cut off: unfinished requests count with what they have
 written, as missing targets whose time has passed, and as attaining the others. Throughput, ended/s,
 is in the table by tier.
+
+Closed sessions are programs: a call comes when those that it waits for have ended, and a person has
+thought, or a tool has run. Programs start at --rate, in calls/s, or --programs are in progress at a
+time. A program ends with its last call, or is given up with a call that is refused or fails: its
+later calls never come. Its slowdown is the time from its first arrival to its last end over that on
+an idle system where each call is served alone, both with the time of tools and people.
+--programs_table has a row for each.
 
 --replicas: engines behind one stream of requests, which --routing (jaxserve/sched/routing/)
 distributes. A router knows a replica's last snapshot, one every --snapshot_s, and the requests that

@@ -35,6 +35,8 @@ NOT_REPLAYED = (  # with --replay, which has these settings
     "off_s",
     "duration",
     "best_effort",
+    "programs",
+    "program_deadline_ms",
     "classes",
     "max_tokens",
     "guessable",
@@ -47,7 +49,13 @@ _OF_A_RUN = (  # fields of `Run`
     *("max_rows", "replicas", "seed", "hidden_read", "max_queue", "refuse_late"),
     *("retention", "drop_too_long"),
 )
-NOT_FOUND = ("requests_table", "batches_table", "chrome_trace", "plots")  # not with --find
+NOT_FOUND = (
+    "requests_table",
+    "batches_table",
+    "programs_table",
+    "chrome_trace",
+    "plots",
+)  # not with --find
 
 
 def parser(description: str, epilog: str = "") -> Parser:
@@ -83,6 +91,8 @@ def check(args: argparse.Namespace) -> str:
                 return f"--{name} is of single runs, --find=capacity of many; try --summary"
         if args.arrivals == "all":
             return "--find=capacity varies the rate, and --arrivals=all has none"
+        if args.programs is not None:
+            return "--find=capacity varies the rate, and --programs begin as others end"
         if args.best_effort is not None:
             return "--best_effort requests have no SLO that --find=capacity could look at"
     elif args.attainment is not None:
@@ -159,12 +169,14 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         help="beside the workload: closed:batch=N,input=uniform:LOW:HIGH,output=uniform:LOW:HIGH; "
         "see above",
     )
+    workload_flags.add_programs(parser)
     add(
         "--guessable",
         type=_chances,
         metavar="SHARE:RIGHT",
         help="drafts of +spec: share of the tokens with a guess, and share of right guesses "
-        "(0.5:0.62 for conversation and humaneval, 0.55:0.8 for agent, otherwise 0:0)",
+        "(0.5:0.62 for conversation, closed-research and humaneval, 0.55:0.8 for agent, otherwise "
+        "0:0)",
     )
     add(
         "--adapters",
@@ -195,8 +207,8 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         "--prefix_caching",
         action=argparse.BooleanOptionalAction,
         help="reuse cached prefixes, as far as the workload says which tokens are the same "
-        "(conversation, agent, traces with hash_ids); by default like a server, not with "
-        "infermax_paper, and with --replay as it was served",
+        "(conversation, agent, closed sessions, traces with hash_ids); by default like a server, "
+        "not with infermax_paper, and with --replay as it was served",
     )
     add("--retention", default=LRU, help="which cached prefixes are kept: lru, ttl, worth (lru)")
     routing_flags.add_flags(parser)
@@ -225,6 +237,7 @@ def _add_what_is_asked(parser: Parser) -> None:
     add("--summary", type=_path, metavar="PATH", help="a row per run, and their means, .csv")
     add("--requests_table", type=_path, metavar="PATH", help="a row per request, .csv or .json")
     add("--batches_table", type=_path, metavar="PATH", help="a row per batch, .csv or .json")
+    add("--programs_table", type=_path, metavar="PATH", help="a row per program, .csv or .json")
     add(
         "--chrome_trace", type=_path, metavar="PATH", help="for chrome://tracing or Perfetto, .json"
     )
@@ -297,7 +310,7 @@ def _path(text: str) -> str:
 def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
     """The workload at each rate."""
     arrivals = ("num_requests", "arrivals", "cv", "on_s", "off_s", "duration")
-    named = (*arrivals, "best_effort", "guessable", "adapters")
+    named = (*arrivals, "best_effort", "guessable", "adapters", "programs")
     given = {name: getattr(args, name) for name in named} | workload_flags.options(args)
     return [WorkloadSpec(args.workload, rate=rate, **given) for rate in args.rate or [None]]
 

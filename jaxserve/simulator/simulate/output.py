@@ -15,9 +15,15 @@ from jaxserve.simulator.simulate.spread import flat
 from jaxserve.simulator.simulate.sweep import Point
 from jaxserve.writable import check_file, check_folder
 
-FILES = ("requests_table", "batches_table", "chrome_trace", "summary")
+FILES = ("requests_table", "batches_table", "programs_table", "chrome_trace", "summary")
 INPUTS = ("workload", "replay", "system")
-OF_RESULTS = ("requests_table", "batches_table", "chrome_trace", "plots")  # of the first seed
+OF_RESULTS = (
+    "requests_table",
+    "batches_table",
+    "programs_table",
+    "chrome_trace",
+    "plots",
+)  # of the first seed
 
 
 def keeps(args: argparse.Namespace) -> bool:
@@ -73,6 +79,7 @@ def write(args: argparse.Namespace, points: Sequence[Point], served: Point | Non
     for given, table in (
         (args.requests_table, SimulationResult.request_table),
         (args.batches_table, SimulationResult.batch_table),
+        (args.programs_table, SimulationResult.program_table),
     ):
         if given:
             for path, result in zip(_numbered(given, len(points)), results, strict=True):

@@ -38,6 +38,17 @@ _COLUMNS = {  # title, format, and explanation
     "goodput_bound_per_s": ("at most", "{:.2f}", "goodput that no schedule exceeds, of oracle"),
     "search_runs": ("tried", "{:.0f}", "schedules, of oracle"),
 }
+PROGRAM_COLUMNS = (  # title, format, and where in the summary
+    ("begun", "{:.0f}", "begun"),
+    ("finished", "{:.0f}", "finished"),
+    ("given up", "{:.0f}", "given_up"),
+    ("in time", "{:.1%}", "attainment"),
+    ("makespan mean, s", "{:.2f}", "makespan_s", "mean"),
+    ("P95, s", "{:.2f}", "makespan_s", "p95"),
+    ("slowdown mean", "{:.3f}", "slowdown", "mean"),
+    ("P95", "{:.3f}", "slowdown", "p95"),
+    ("in progress", "{:.1f}", "in_progress"),
+)
 _IF_ANY = (
     *("num_refused", "num_failed", "num_dropped", "saved_slots", "loaded_slots"),
     "mean_shared_blocks",
@@ -74,7 +85,7 @@ def report(points: Sequence[Point], compared: Sequence[Ratios], seeds: range) ->
         groups = group_lines(point.mean, point.half_width)
         if groups:
             tables += ["", _title(point), *groups]
-    return "\n".join(tables)
+    return "\n".join([*tables, *_programs(points)])
 
 
 def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> str:
@@ -94,6 +105,26 @@ def capacity_report(found: Sequence[tuple[Point, Crossing]], level: float) -> st
         if groups:
             tables += ["", _title(point), *groups]
     return "\n".join(tables)
+
+
+def _programs(points: Sequence[Point]) -> list[str]:
+    """A table of the programs with a line per point; nothing if there are none."""
+    lines = []
+    for point in points:
+        if (found := point.mean.get("programs")) is not None:
+            spread = point.half_width.get("programs") or {}
+            cells = [_nested(form, names, found, spread) for _, form, *names in PROGRAM_COLUMNS]
+            lines.append(_name(point.run.policy, point.run.rate) + cells)
+    if not lines:
+        return []
+    header = ["programs of", "rate", *(title for title, *_ in PROGRAM_COLUMNS)]
+    return ["", aligned([header, *lines])]
+
+
+def _nested(form: str, names: Sequence[str], found: Any, spread: Any) -> str:
+    for name in names[:-1]:
+        found, spread = found.get(name) or {}, spread.get(name) or {}
+    return _cell(form, names[-1], found, spread)
 
 
 def _name(policy: str, rate: float | None) -> list[str]:

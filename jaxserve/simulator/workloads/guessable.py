@@ -101,5 +101,9 @@ KINDS = {
     # with 0.81 of the first tokens of drafts right (vLLM, pull request 24344): a thought, and a
     # call that repeats paths and text.
     "agent": Chances(0.55, 0.8),
+    # The same texts. Research: assumed, as little as conversations; it quotes what tools found.
+    "closed-conversation": Chances(0.5, 0.62),
+    "closed-agent": Chances(0.55, 0.8),
+    "closed-research": Chances(0.5, 0.62),
 }
 """By the names of workloads; nothing is known of how well others can be guessed."""

@@ -6,6 +6,7 @@ branches are the requests. A stream is a prompt and the output after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,6 +58,32 @@ class Prefixes:
         if (number[self.prefix_of[kept]] < 0)[self.prefix_of[kept] >= 0].any():
             found = self._among(number[:-1] >= 0)
         return Prefixes(number[found.prefix_of[kept]], found.prefix_len[kept])
+
+    def in_order(self, order: np.ndarray, prompt_len: np.ndarray) -> Prefixes:
+        """Prefixes of selected requests in another order: each has the longest prefix in common
+        with one of those before it.
+
+        Args:
+            order: int64 [k], different indices.
+            prompt_len: int64 [n], tokens.
+        """
+        parent = parents(self.prefix_of, self.prefix_len).tolist()
+        length, prompts = self.prefix_len.tolist(), prompt_len.tolist()
+        # Of each request, the part behind its prefix: how far the streams of those so far have it
+        # in common, and which of them the farthest.
+        reach: dict[int, tuple[float, int]] = {}
+        source, shared = np.full(len(order), NO_PREFIX), np.zeros(len(order), np.int64)
+        for place, own in enumerate(order.tolist()):
+            one, upto, found = own, math.inf, False
+            while one >= 0:
+                far, other = reach.get(one, (0.0, NO_PREFIX))
+                common = min(far, upto, prompts[own])
+                if not found and common > length[one]:
+                    source[place], shared[place], found = other, common, True
+                if upto > far:
+                    reach[one] = upto, place
+                one, upto = parent[one], length[one]
+        return Prefixes(source, shared)
 
     def _among(self, kept: np.ndarray) -> Prefixes:
         """The same requests, with prefixes of kept requests, bool [n], redirected to other kept

@@ -1,7 +1,9 @@
-"""Requests that follow each other in sessions: conversations, and the loops of agents with tools.
+"""Requests that follow each other in sessions, as open loops: conversations, and the loops of
+agents with tools. `closed_sessions.py` has the same ones closed.
 
-A turn's prompt is the whole previous turn, prompt and output, plus new tokens. Lengths, prefixes
-and arrivals depend on each other, so these are whole workloads, not samplers of lengths.
+A turn's prompt is the whole previous turn, prompt and output, plus new tokens. All arrivals are
+drawn beforehand, so a late answer delays nobody's next turn. Lengths, prefixes and arrivals depend
+on each other, so these are whole workloads, not samplers of lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from jaxserve.simulator.workloads.workload import Lengths, WorkloadError, check_
 
 # Times of n starts, float64 [n] in seconds. Called with the rate and n.
 Starts = Callable[[float, int, np.random.Generator], np.ndarray]
-_CHUNK = 512  # starts drawn at a time, each chunk from its own generator
+CHUNK = 512  # starts drawn at a time, each chunk from its own generator
 _SAMPLE = 8  # chunks from which means are estimated
 _EARLY = 0.999  # share of the requests whose sessions are young enough to be drawn
 
@@ -92,12 +94,12 @@ class Sessions:
         """
         check_count(count)
         (each, before), seed = self._means, int(rng.integers(2**62))
-        chunks, needed = list[_Turns](), (self.requests_before(rate) + count) / each
+        chunks, needed = list[Turns](), (self.requests_before(rate) + count) / each
         while True:
-            number = 1 + int(needed / _CHUNK)
-            chunks += [self._turns(chunk, seed) for chunk in range(len(chunks), number)]
-            times = starts(rate / each, number * _CHUNK, np.random.default_rng((seed, 0)))
-            turns = _Turns.joined(chunks)
+            number = 1 + int(needed / CHUNK)
+            chunks += [self.turns_of(chunk, seed) for chunk in range(len(chunks), number)]
+            times = starts(rate / each, number * CHUNK, np.random.default_rng((seed, 0)))
+            turns = Turns.joined(chunks)
             arrival = times[turns.start] + turns.offset - before
             # Later starts cannot have any of the first requests.
             known = np.flatnonzero((arrival >= 0) & (arrival <= times[-1] - before))
@@ -112,15 +114,15 @@ class Sessions:
     def _means(self) -> tuple[float, float]:
         """Mean requests of a start; and seconds after which hardly any are left. The same for every
         seed."""
-        turns = _Turns.joined([self._turns(chunk, 0) for chunk in range(_SAMPLE)])
-        return len(turns.start) / (_SAMPLE * _CHUNK), float(np.quantile(turns.offset, _EARLY))
+        turns = Turns.joined([self.turns_of(chunk, 0) for chunk in range(_SAMPLE)])
+        return len(turns.start) / (_SAMPLE * CHUNK), float(np.quantile(turns.offset, _EARLY))
 
-    def _turns(self, chunk: int, seed: int) -> _Turns:
+    def turns_of(self, chunk: int, seed: int) -> Turns:
         """All turns of a chunk of starts, session by session."""
         rng = np.random.default_rng((seed, 1, chunk))
         weights = np.arange(1.0, len(self.system_prompts) + 1) ** -self.popularity
-        systems = rng.choice(len(weights), _CHUNK, p=weights / weights.sum())
-        start = np.repeat(np.arange(_CHUNK), rng.geometric(1 / self.together, _CHUNK))
+        systems = rng.choice(len(weights), CHUNK, p=weights / weights.sum())
+        start = np.repeat(np.arange(CHUNK), rng.geometric(1 / self.together, CHUNK))
         many = rng.geometric(1 / self.turns, len(start))
         first = np.cumsum(many) - many  # index of each session's first turn
         turn = np.arange(many.sum()) - np.repeat(first, many)
@@ -134,10 +136,10 @@ class Sessions:
         prompt = np.array(self.system_prompts)[system] + before + new
         offset = _sums_before(output * self.pace + pause, first, many)
         fits = prompt + output <= self.max_context  # no turn after one that does not fit
-        columns = (start + chunk * _CHUNK, turn, system, prompt, output, offset)
-        return _Turns(*(column[fits] for column in columns))
+        columns = (start + chunk * CHUNK, turn, system, prompt, output, offset)
+        return Turns(*(column[fits] for column in columns))
 
-    def _prefixes(self, turns: _Turns, which: np.ndarray) -> Prefixes:
+    def _prefixes(self, turns: Turns, which: np.ndarray) -> Prefixes:
         """Shared prefixes of these turns, in this order."""
         number = np.full(len(turns.start), NO_PREFIX)
         number[which] = np.arange(len(which))
@@ -155,7 +157,7 @@ class Sessions:
 
 
 @dataclass(frozen=True)
-class _Turns:
+class Turns:
     """n turns, those of a session next to each other in order.
 
     Attributes:
@@ -174,7 +176,8 @@ class _Turns:
     offset: np.ndarray
 
     @classmethod
-    def joined(cls, parts: list[_Turns]) -> _Turns:
+    def joined(cls, parts: list[Turns]) -> Turns:
+        """The parts one after another."""
         names = cls.__dataclass_fields__
         return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 

@@ -15,11 +15,13 @@ from jaxserve.sched.slo.classes import NO_SLO, SloClass, draw_terms, with_target
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
 from jaxserve.simulator.workloads import lengths
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
+from jaxserve.simulator.workloads.closed_sessions import CLOSED_SESSIONS, sample
 from jaxserve.simulator.workloads.columns import NO_LIMIT
 from jaxserve.simulator.workloads.guessable import KINDS, Chances, Guessable
 from jaxserve.simulator.workloads.memory import check_memory
 from jaxserve.simulator.workloads.prefixes import Prefixes
-from jaxserve.simulator.workloads.sessions import SESSIONS
+from jaxserve.simulator.workloads.programs import Programs
+from jaxserve.simulator.workloads.sessions import SESSIONS, Starts
 from jaxserve.simulator.workloads.traces import Trace, read_trace
 from jaxserve.simulator.workloads.workload import (
     Lengths,
@@ -35,6 +37,7 @@ from jaxserve.simulator.workloads.workload import (
 
 ARRIVALS = ("all", "replay", "poisson", "gamma", "on_off")
 DEFAULT_COUNT = 1000
+MOST_PROGRAMS = 1 << 16  # in progress at a time
 MaxTokens = int | Literal["length"] | None
 
 
@@ -44,12 +47,13 @@ class WorkloadSpec:
 
     Attributes:
         lengths: `fixed:IxOxB` (prompt tokens, output tokens, requests), a mix or data set of
-            `lengths.names()`, one of SESSIONS, or the path of a trace.
+            `lengths.names()`, one of SESSIONS or CLOSED_SESSIONS, or the path of a trace.
         num_requests: Number of requests, or of the first ones of a trace. None: 1,000, or the whole
-            trace; with a rate and a duration a sampler draws as many as arrive within it.
+            trace; with a rate and a duration a sampler draws as many as arrive within it. Closed
+            sessions are drawn whole, so that there may be a few more.
         arrivals: `all` at once, `replay` as in the trace, `poisson`, `gamma` or `on_off`. None: the
-            trace's own if it has any, else `poisson` with a rate and `all` without. For SESSIONS,
-            `poisson`, `gamma` and `on_off` describe the starts of sessions.
+            trace's own if it has any, else `poisson` with a rate and `all` without. For sessions,
+            open or closed, `poisson`, `gamma` and `on_off` describe their starts.
         rate: Requests/s; replayed arrivals are stretched to it.
         cv: For `gamma`, see `gamma_arrivals`.
         on_s, off_s: For `on_off`, mean lengths of the periods in seconds.
@@ -64,6 +68,10 @@ class WorkloadSpec:
         duration: Seconds; requests that arrive later are left out.
         best_effort: A closed loop beside these requests, for the duration; `make_workload` does not
             include it.
+        programs: Programs in progress at a time, instead of a rate: another one begins when one has
+            ended. For CLOSED_SESSIONS, and traces with programs.
+        program_deadline: Seconds from the first arrival of each program without a deadline of its
+            own to the end of its last call.
 
     Raises:
         WorkloadError: The fields do not fit together.
@@ -83,6 +91,8 @@ class WorkloadSpec:
     adapters: tuple[float, int] | None = None
     duration: float | None = None
     best_effort: ClosedLoop | None = None
+    programs: int | None = None
+    program_deadline: float | None = None
 
     def __post_init__(self) -> None:
         kind, needs = self.arrivals, {"gamma": ("cv",), "on_off": ("on_s", "off_s")}
@@ -103,6 +113,14 @@ class WorkloadSpec:
             raise WorkloadError(f"duration must be a positive time, got {self.duration}")
         if self.best_effort is not None and self.duration is None:
             raise WorkloadError("best_effort requests come again and again: duration is needed")
+        if self.programs is not None:
+            if not 1 <= self.programs <= MOST_PROGRAMS:
+                raise WorkloadError(f"programs must be 1 to {MOST_PROGRAMS}, got {self.programs}")
+            if self.rate is not None or kind is not None:
+                raise WorkloadError("programs begin as others end: they need no rate or arrivals")
+        if self.program_deadline is not None and not 0 < self.program_deadline < math.inf:
+            limits = "program_deadline must be a positive time"
+            raise WorkloadError(f"{limits}, got {self.program_deadline}")
 
     @property
     def count(self) -> float:
@@ -115,14 +133,19 @@ class WorkloadSpec:
         if self.duration is None:
             return self._make(*self._generators(seed))
         whole = replace(self, duration=None, best_effort=None)
-        drawn = _is_sampled(self.lengths) or self.lengths.lower() in SESSIONS
-        grows = drawn and self.num_requests is None and self.rate is not None
+        drawn = _is_sampled(self.lengths) or self.lengths.lower() in (*SESSIONS, *CLOSED_SESSIONS)
+        lasts = self.rate is not None or self.programs is not None
+        grows = drawn and self.num_requests is None and lasts
         if grows and self.rate is not None:
             whole = replace(whole, num_requests=int(self.rate * self.duration) + DEFAULT_COUNT)
         made = whole.make_workload(seed)
-        while grows and made.arrival[-1] < self.duration:
+        while grows and made.arrival[~made.programs.waits][-1] < self.duration:
             made = replace(whole, num_requests=2 * len(made)).make_workload(seed)
-        kept = made.arrival < self.duration
+        if self.programs is not None:
+            return made  # when each begins is not known
+        # Whoever waits for others may come earlier than in a trace.
+        late = (made.arrival >= self.duration) & ~made.programs.waits
+        kept = ~made.programs.cut_off(late)
         if not kept.any():
             raise WorkloadError(f"no request comes within {self.duration:g} s")
         return made.select(kept)
@@ -143,15 +166,18 @@ class WorkloadSpec:
 
     def _make(self, rng: np.random.Generator, class_rng: np.random.Generator) -> Workload:
         found = self._find(rng)
-        if self.num_requests is not None and len(found.lengths) != self.num_requests:
+        sessions = self.lengths.lower() in (*SESSIONS, *CLOSED_SESSIONS)
+        whole = self.lengths.lower() in CLOSED_SESSIONS
+        if self.num_requests not in (None, len(found.lengths)) and not whole:
             found = found.first(self.num_requests)
         check_memory(self.lengths, len(found.lengths), int(found.lengths.output_len.sum()))
-        terms = self._terms(found.terms, class_rng)
+        programs = self._programs(found.programs)
+        terms = self._terms(found.terms, programs, class_rng)
         limit = self._limit(found)
         kind = self.arrivals
         if kind == "replay" and found.arrival is None:
             raise WorkloadError(f"{self.lengths} has no arrivals to replay")
-        if self.lengths.lower() in SESSIONS and found.arrival is not None:
+        if sessions and found.arrival is not None:
             arrival, rate = found.arrival, None
         elif found.arrival is not None and kind in (None, "replay"):
             arrival, rate = found.arrival, self.rate
@@ -165,7 +191,10 @@ class WorkloadSpec:
             terms=terms,
             prefixes=found.prefixes,
             guessable=Guessable.same(len(found.lengths), chances),
+            programs=programs,
         )
+        if self.programs is not None:
+            made = made.with_programs_at_once(self.programs)
         if self.adapters is not None:
             made = made.with_adapters(*self.adapters, class_rng)
         return made if rate is None else made.at_rate(rate)
@@ -186,8 +215,10 @@ class WorkloadSpec:
             return _without_terms(lengths.sampler(self.lengths)(count, rng))
         if self.lengths.lower() in SESSIONS:
             return self._sessions(rng)
+        if self.lengths.lower() in CLOSED_SESSIONS:
+            return self._closed_sessions(rng)
         if not Path(self.lengths).exists():
-            known = ", ".join([*lengths.names(), *SESSIONS])
+            known = ", ".join([*lengths.names(), *SESSIONS, *CLOSED_SESSIONS])
             raise WorkloadError(
                 f"there is no workload or file {self.lengths!r}; known: fixed:IxOxB, {known}"
             )
@@ -203,12 +234,35 @@ class WorkloadSpec:
         timed = None if self.rate is None else arrival
         return replace(_without_terms(made), arrival=timed, prefixes=prefixes)
 
+    def _closed_sessions(self, rng: np.random.Generator) -> Trace:
+        family, count = CLOSED_SESSIONS[self.lengths.lower()], self.num_requests or DEFAULT_COUNT
+        if self.arrivals == "replay":
+            raise WorkloadError(f"{self.lengths} has no arrivals to replay")
+        check_memory(self.lengths, count, count)
+        starts: Starts = self._starts if self.rate is not None else _together
+        rate = 1.0 if self.rate is None else self.rate
+        arrival, made, prefixes, programs = sample(
+            family, count, rng, rate=rate, starts=starts, at_once=self.programs or 0
+        )
+        found = _without_terms(made)
+        return replace(found, arrival=arrival, prefixes=prefixes, programs=programs)
+
+    def _programs(self, own: Programs) -> Programs:
+        """The programs, with the deadline of those without their own."""
+        if self.program_deadline is None:
+            return own
+        if not own.closed:
+            raise WorkloadError(f"program_deadline: {self.lengths} has no programs")
+        mine = (own.program >= 0) & (own.deadline == math.inf)
+        return replace(own, deadline=np.where(mine, self.program_deadline, own.deadline))
+
     def _starts(self, rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
         """Starts of sessions at this rate."""
         kind = self.arrivals if self.rate is not None else None
         return replace(self, arrivals=kind, rate=rate)._arrivals(count, rng)
 
-    def _terms(self, own: SloColumns, rng: np.random.Generator) -> SloColumns:
+    def _terms(self, own: SloColumns, programs: Programs, rng: np.random.Generator) -> SloColumns:
+        """The terms of requests; calls of a program are of one class."""
         if self.classes:
             targets = any(np.isfinite(getattr(own, name)).any() for name in ALL_TARGETS)
             said = own.tier.any() or not own.greedy.all() or (own.value != 1).any()
@@ -218,6 +272,10 @@ class WorkloadSpec:
                     "no classes are drawn"
                 )
             own = draw_terms(self.classes, len(own), rng)
+            if programs.closed:
+                _, first, same = np.unique(programs.program, return_index=True, return_inverse=True)
+                by_itself = programs.program < 0
+                own = own.select(np.where(by_itself, np.arange(len(own)), first[same]))
         return with_targets(own, self.slo)
 
     def _limit(self, found: Trace) -> np.ndarray:
@@ -246,7 +304,13 @@ def _is_sampled(name: str) -> bool:
     return lower in lengths.names() or set(lower.split("+")) <= set(lengths.GROUPS)
 
 
+def _together(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
+    """Starts of sessions without a rate."""
+    return all_at_once(count)
+
+
 def _without_terms(found: Lengths) -> Trace:
     count = len(found)
     limit = np.full(count, NO_LIMIT)
-    return Trace(None, found, limit, SloColumns.none(count), Prefixes.none(count))
+    terms, prefixes = SloColumns.none(count), Prefixes.none(count)
+    return Trace(None, found, limit, terms, prefixes, Programs.none(count))

@@ -21,11 +21,13 @@ from jaxserve.simulator.workloads.columns import (
     Extras,
     extras_of,
     length_of,
+    programs_of,
     seconds_of,
     terms_of,
 )
 from jaxserve.simulator.workloads.hashed_blocks import HashedPrompts, hash_ids_of
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
+from jaxserve.simulator.workloads.programs import Programs
 from jaxserve.simulator.workloads.workload import Lengths, WorkloadError
 
 
@@ -39,6 +41,7 @@ class Trace:
         limit: int64 [n], max_tokens; `NO_LIMIT` if the file has none.
         terms: SLOs and sampling, as far as the file has them.
         prefixes: Shared prefixes, as far as the file has them.
+        programs: Which requests wait for which, as far as the file has it.
     """
 
     arrival: np.ndarray | None
@@ -46,13 +49,15 @@ class Trace:
     limit: np.ndarray
     terms: SloColumns
     prefixes: Prefixes
+    programs: Programs
 
     def first(self, count: int) -> Trace:
         """The first `count` requests. Raises WorkloadError if there are fewer."""
         lengths, which = self.lengths.first(count), np.arange(count)
         arrival = None if self.arrival is None else self.arrival[:count]
         terms, prefixes = self.terms.select(which), self.prefixes.select(which)
-        return Trace(arrival, lengths, self.limit[:count], terms, prefixes)
+        programs = self.programs.select(which)
+        return Trace(arrival, lengths, self.limit[:count], terms, prefixes, programs)
 
 
 # (arrival in seconds from any start, or None; prompt tokens; output tokens)
@@ -76,6 +81,11 @@ def read_trace(path: str | Path, count: int | None = None) -> Trace:
     Optional columns, after those of the format, or fields of an object, are `max_tokens`, `tier`
     (realtime or best_effort), `ttft_ms`, `tbt_ms`, `jct_ms`, `max_tbt_ms`, `class`, `greedy` and
     `value`. An empty cell, or null, counts as missing.
+
+    Of programs there are `program`, the name of the one that a request is a call of; `after`, the
+    numbers of the requests of the trace, counted from 1, that it waits for, joined by `+`, in JSON
+    a list; `wait_ms`, from the end of the last of these to its arrival; `tool`, the name of the
+    tool that ran in that time; and `program_deadline_ms`.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -100,6 +110,7 @@ def read_trace(path: str | Path, count: int | None = None) -> Trace:
         np.array([more.limit for more in extras], np.int64),
         terms_of(extras),
         Prefixes(source, shared),
+        programs_of(str(path), extras),
     )
 
 
@@ -189,7 +200,10 @@ def _json_extras(where: str, value: Mapping[str, Any]) -> dict[str, str]:
             continue
         if isinstance(found, bool) and name == "greedy":
             cells[name] = str(found).lower()
-        elif name not in ("tier", "class", "greedy"):
+        elif name == "after":
+            parts = found if isinstance(found, list) else [found]
+            cells[name] = "+".join(_number(where, name, one) for one in parts)
+        elif name not in ("tier", "class", "greedy", "program", "tool"):
             cells[name] = _number(where, name, found)
         elif isinstance(found, str):
             cells[name] = found

@@ -17,6 +17,7 @@ import numpy as np
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator.workloads.guessable import Guessable
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
+from jaxserve.simulator.workloads.programs import Programs
 
 MAX_LENGTH = 2**31 - 1  # limit of the type in which lengths are stored
 
@@ -69,7 +70,8 @@ class Workload:
     one together.
 
     Attributes:
-        arrival: float64 [n], seconds from the start, ascending.
+        arrival: float64 [n], seconds from the start, ascending. A request that waits for others
+            comes when they have ended, not at this time, which is only its place among the others.
         prompt_len: int64 [n], tokens.
         output_len: int64 [n], tokens that each request writes. Policies do not know it before the
             request has ended.
@@ -78,6 +80,7 @@ class Workload:
         prefix_of, prefix_len: See `Prefixes`.
         guess_share, guess_right: See `Guessable`.
         adapter: int64 [n], number of the adapter that each has, from 1; 0 for none.
+        programs: Which requests are calls of programs, and which wait for others.
 
     Raises:
         WorkloadError: The columns do not fit together.
@@ -101,6 +104,7 @@ class Workload:
     guess_share: np.ndarray
     guess_right: np.ndarray
     adapter: np.ndarray
+    programs: Programs
 
     def __post_init__(self) -> None:
         lengths, terms = self.lengths, self.terms
@@ -126,6 +130,10 @@ class Workload:
             column = getattr(self, name)
             if column.shape != self.arrival.shape or not ((column >= 0) & (column <= 1)).all():
                 raise WorkloadError(f"{name} must be a share from 0 to 1 of each request")
+        if len(self.programs) != len(self):
+            raise WorkloadError(f"programs of {len(self.programs)} requests for {len(self)}")
+        if problem := self.programs.problem():
+            raise WorkloadError(f"programs: {problem}")
 
     def _check_prefixes(self) -> None:
         source, shared = self.prefix_of, self.prefix_len
@@ -160,6 +168,7 @@ class Workload:
         prefixes: Prefixes | None = None,
         guessable: Guessable | None = None,
         adapter: np.ndarray | None = None,
+        programs: Programs | None = None,
     ) -> Workload:
         """Puts a workload together from its parts.
 
@@ -171,6 +180,7 @@ class Workload:
             prefixes: Shared prefixes; by default none.
             guessable: How well the texts can be guessed; by default not at all.
             adapter: int64 [n], number of each request's adapter; by default none.
+            programs: Which requests wait for which; by default none for any.
 
         Raises:
             WorkloadError: The parts do not fit together.
@@ -183,6 +193,7 @@ class Workload:
         if adapter is None:
             adapter = np.zeros(len(lengths), np.int64)
         columns = vars(terms) | vars(prefixes) | vars(guessable) | {"adapter": adapter}
+        columns["programs"] = Programs.none(len(lengths)) if programs is None else programs
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
     @classmethod
@@ -191,6 +202,9 @@ class Workload:
 
         Returns:
             The merged workload, and each request's index in the concatenated parts, int64 [n].
+
+        Raises:
+            WorkloadError: Only one part may have programs if their number in progress is fixed.
         """
         names = ("arrival", "prompt_len", "output_len", "limit")
         columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
@@ -202,6 +216,10 @@ class Workload:
         guessable = Guessable.joined([part.guessable for part in parts])[order]
         adapter = np.concatenate([part.adapter for part in parts])[order]
         shared: dict[str, Any] = {"prefixes": prefixes, "guessable": guessable, "adapter": adapter}
+        try:
+            shared["programs"] = Programs.joined([part.programs for part in parts]).select(order)
+        except ValueError as error:
+            raise WorkloadError(str(error)) from error
         return cls.create(arrival, lengths, limit=limit, terms=terms, **shared), order
 
     def __len__(self) -> int:
@@ -233,17 +251,40 @@ class Workload:
         return dataclasses.replace(self, **vars(terms))
 
     def select(self, which: np.ndarray) -> Workload:
-        """Selected requests: ascending indices, or a mask. Their limits do not change. For prefixes
-        of requests left out, see `Prefixes.select`."""
+        """Selected requests: ascending indices, or a mask. Their limits do not change. For those
+        that go on with, or wait for, requests left out, see `Prefixes.select` and
+        `Programs.select`."""
+        return self._chosen(which, self.arrival[which], self.prefixes.select(which))
+
+    def arrived(self, which: np.ndarray, arrival: np.ndarray) -> Workload:
+        """Selected requests with new arrivals.
+
+        Args:
+            which: int64 [k], indices in order of the new arrivals, parents before their children.
+            arrival: float64 [k], seconds.
+        """
+        if (np.diff(which) > 0).all():
+            return self._chosen(which, arrival, self.prefixes.select(which))
+        return self._chosen(which, arrival, self.prefixes.in_order(which, self.prompt_len))
+
+    def _chosen(self, which: np.ndarray, arrival: np.ndarray, prefixes: Prefixes) -> Workload:
         return Workload.create(
-            self.arrival[which],
+            arrival,
             Lengths(self.prompt_len[which], self.output_len[which]),
             limit=self.limit[which],
             terms=self.terms.select(which),
-            prefixes=self.prefixes.select(which),
+            prefixes=prefixes,
             guessable=self.guessable[which],
             adapter=self.adapter[which],
+            programs=self.programs.select(which),
         )
+
+    def with_programs_at_once(self, count: int) -> Workload:
+        """The same programs, in order of their first calls, with `count` in progress at a time.
+        WorkloadError if there are none."""
+        if not self.programs.closed:
+            raise WorkloadError(f"{count} programs at a time: these requests are of no programs")
+        return dataclasses.replace(self, programs=dataclasses.replace(self.programs, at_once=count))
 
     def with_adapters(self, share: float, count: int, rng: np.random.Generator) -> Workload:
         """The same requests, some with adapters. A request that shares an earlier one's prefix has
@@ -284,15 +325,40 @@ class Workload:
             prefix_len=np.minimum(self.prefix_len, prompt),
         )
 
+    def scaled(self, divisor: float) -> Workload:
+        """The same requests with all lengths divided, at least 1 token each. WorkloadError if the
+        divisor is not positive."""
+        if not 0 < divisor < math.inf:
+            raise WorkloadError(f"scale must be a positive number, got {divisor}")
+        prompt, output, limit, shared = (
+            np.maximum(column / divisor, 1).astype(np.int64)
+            for column in (self.prompt_len, self.output_len, self.limit, self.prefix_len)
+        )
+        source = self.prefix_of
+        longest = np.minimum(prompt, (prompt + output)[source])
+        return dataclasses.replace(
+            self,
+            prompt_len=prompt,
+            output_len=output,
+            limit=limit,
+            prefix_len=np.where(source >= 0, np.minimum(shared, longest), 0),
+        )
+
     def at_rate(self, rate: float) -> Workload:
-        """The same requests with time stretched to an average of `rate` requests/s. Raises
-        WorkloadError if the rate is not positive, or if all requests arrive at once."""
+        """The same requests with time stretched to an average of `rate` requests/s; for programs
+        only when they begin, not what tools and people take. Raises WorkloadError if the rate is
+        not positive, or if all requests arrive at once."""
         if not (math.isfinite(rate) and rate > 0):
             raise WorkloadError(f"rate must be a positive number, got {rate}")
         span = float(self.arrival[-1])
         if span == 0:
             raise WorkloadError("all requests arrive at once: there is no rate to change")
-        return dataclasses.replace(self, arrival=self.arrival * ((len(self) - 1) / span / rate))
+        arrival = self.arrival * ((len(self) - 1) / span / rate)
+        if not self.programs.closed:
+            return dataclasses.replace(self, arrival=arrival)
+        arrival = self.programs.moved(self.arrival, arrival)
+        order = np.argsort(arrival, kind="stable")
+        return self.arrived(order, arrival[order])
 
 
 def open_limit(lengths: Lengths) -> np.ndarray:

@@ -257,7 +257,7 @@ class Served(Observer):
 
     def _submit(self, number: int) -> None:
         times = self.token_times[number] = []
-        request = self._requests.make_request(number)
+        request = self._requests.make_request(number, float(self._workload.arrival[number]))
         request = dataclasses.replace(request, prompt=self._prompts[number])
         self.engine.submit(request, lambda output: times.extend(output.token_times))
 

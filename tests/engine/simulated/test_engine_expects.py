@@ -45,7 +45,7 @@ class Told(Served):
         super().__init__(configured(folder, 200, PRIOR, **fields), workload, TRUE)
 
     def _submit(self, number: int) -> None:
-        request = self._requests.make_request(number)
+        request = self._requests.make_request(number, float(self._workload.arrival[number]))
         wait = self.told[number] = self.engine.expected_wait(request)
         if is_late(wait, request, self._share):
             self.refused.add(number)
