@@ -23,14 +23,15 @@ from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.json_records import is_count, is_number, read_record
 from jaxserve.sched.policy import Limits
 
-FORMAT = 9
+FORMAT = 10
 _NO_DRAFTS = {"step": 2, "end": 4, "features": 1}
 FEWER = {  # columns that events had in older formats
-    8: {"arrival": 1, "features": 1},
-    7: {"arrival": 1, **_NO_DRAFTS},
-    6: {"arrival": 3, **_NO_DRAFTS},
-    5: {"arrival": 4, **_NO_DRAFTS},
-    4: {"arrival": 5, **_NO_DRAFTS},
+    9: {"arrival": 2},
+    8: {"arrival": 3, "features": 1},
+    7: {"arrival": 3, **_NO_DRAFTS},
+    6: {"arrival": 5, **_NO_DRAFTS},
+    5: {"arrival": 6, **_NO_DRAFTS},
+    4: {"arrival": 7, **_NO_DRAFTS},
 }
 FEATURES = BatchFeatures._fields
 _LATER_FEATURES = max(less.get("features", 0) for less in FEWER.values())
@@ -60,6 +61,10 @@ class Arrival(NamedTuple):
         prompt.
         prefix_len: Length of that prefix in tokens; 0 if there is none.
         adapter: Number of its adapter, from 1 in the order in which they came; 0 for none.
+        program: Number of the program that it names, from 1 in the order in which they came; 0 for
+            none.
+        program_deadline: Seconds from the program's first arrival to the end of its last call, None
+            for none.
     """
 
     number: int
@@ -79,6 +84,8 @@ class Arrival(NamedTuple):
     prefix_of: int = 0
     prefix_len: int = 0
     adapter: int = 0
+    program: int = 0
+    program_deadline: float | None = None
 
 
 class Step(NamedTuple):

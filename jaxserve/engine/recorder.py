@@ -12,6 +12,7 @@ import logging
 import os
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 DEPTH = 10_000  # events that may wait to be written
 MIB = 2**20
 DIGITS = 9  # digits of seconds after the point
+MOST_PROGRAMS = 1 << 16  # remembered; one that has been silent for longer gets a new number
 
 _Told = StepStats | RequestStats | tuple[int, Request]
 _STEP_NUMBERS = [n for n in recording.Step._fields if n not in ("end", "features", "received")]
@@ -99,6 +101,8 @@ class Recorder(Observer):
         self._writer = _Writer(_place(path), header, max_bytes)
         self._prefixes = SharedPrefixes(header.block_size)
         self._adapters: dict[str, int] = {}  # numbers, since names are not recorded
+        self._programs = OrderedDict[tuple[str, str], int]()  # likewise, the last to call last
+        self._num_programs = 0
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 
@@ -150,10 +154,25 @@ class Recorder(Observer):
                     event = event._replace(
                         adapter=self._adapters.setdefault(name, len(self._adapters) + 1)
                     )
+                if request.program is not None:
+                    event = event._replace(
+                        program=self._program(request.tenant, request.program.id),
+                        program_deadline=request.program.deadline,
+                    )
                 if request.block_keys is not None:
                     of, tokens = self._prefixes.arrived(number, request.block_keys)
                     event = event._replace(prefix_of=of, prefix_len=tokens)
         return event
+
+    def _program(self, tenant: str, name: str) -> int:
+        """The number of a tenant's program."""
+        number = self._programs.pop((tenant, name), 0)
+        if not number:
+            self._num_programs = number = self._num_programs + 1
+        self._programs[tenant, name] = number
+        if len(self._programs) > MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        return number
 
 
 def _event(what: _Told, start: float) -> recording.Event:

@@ -33,11 +33,13 @@ from jaxserve.sched.recording import (
     older,
 )
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS, SloColumns
+from jaxserve.simulator.program_records import ProgramRecords
 from jaxserve.simulator.results import BatchRecords, RequestRecords, SimulationResult
 from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.guessable import Guessable
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
+from jaxserve.simulator.workloads.programs import NO_PROGRAM, Programs
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 
 _NUMBERS = tuple(name for name in Step._fields if name not in ("features", "received"))
@@ -319,7 +321,11 @@ def served(recording: Recording) -> SimulationResult:
     served_by, failed = np.zeros(len(there), np.int64), np.zeros(len(there), bool)
     requests = RequestRecords(workload, preemptions, served_by, times, count, failed, drafts=drafts)
     kv_tokens = int(tokens_in(recording.header.num_blocks, recording.header.block_size))
-    return SimulationResult(requests, _batches(recording, origin), None, kv_tokens, False)
+    programs = None
+    if workload.programs.closed:
+        programs = ProgramRecords.from_times(workload, requests.finish)
+    batches = _batches(recording, origin)
+    return SimulationResult(requests, batches, None, kv_tokens, False, programs=programs)
 
 
 def _batches(recording: Recording, origin: float) -> BatchRecords:
@@ -389,6 +395,47 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
         prefixes=_within_lengths(prefixes, prompt, output_len),
         guessable=guessable,
         adapter=np.array([one.adapter for one in there], np.int64),
+        programs=_programs(recording, there),
+    )
+
+
+def _programs(recording: Recording, there: list[Arrival]) -> Programs:
+    """The recorded programs. there: requests in order of arrival.
+
+    A call waits for the calls of its program that had ended when it came and for which no other of
+    these had waited: for those that it joins, and for the one before in a chain. If it goes on with
+    the text of one of them, it waits for that one alone: others are of other branches.
+    """
+    latest = dict[int, list[int]]()  # of each program, calls for which none that has ended waited
+    going = dict[int, list[int]]()  # and those that have not ended
+    parents, ends = dict[int, list[int]](), np.full(len(there), np.inf)
+    place = {one.number: i for i, one in enumerate(there)}
+    wait, program = np.zeros(len(there)), np.full(len(there), NO_PROGRAM, np.int64)
+    deadline = np.full(len(there), np.inf)
+    for i, one in enumerate(there):
+        if (end := recording.ends.get(one.number)) is not None:
+            ends[i] = one.time + end.lifetime
+        if not one.program:
+            continue
+        program[i], now = one.program - 1, _begin(recording, one)
+        deadline[i] = one.program_deadline or np.inf
+        running, last = going.setdefault(one.program, []), latest.setdefault(one.program, [])
+        for call in sorted(running, key=lambda call: float(ends[call])):
+            if ends[call] <= now:
+                running.remove(call)
+                mine = set(parents.get(call, ()))
+                last[:] = [other for other in last if other not in mine] + [call]
+        source = place.get(one.prefix_of, -1) if one.prefix_len else -1
+        found = [source] if source in last else sorted(last)
+        if found:
+            parents[i] = found
+            wait[i] = max(0.0, now - float(ends[found].max()))
+        running.append(i)
+    edges = [(parent, child) for child, found in parents.items() for parent in found]
+    parent, child = np.array(edges, np.int64).reshape(-1, 2).T
+    nothing = Programs.none(len(there))
+    return dataclasses.replace(
+        nothing, program=program, wait=wait, deadline=deadline, parent=parent, child=child
     )
 
 

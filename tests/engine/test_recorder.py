@@ -23,11 +23,12 @@ from jaxserve.engine.stats import RequestStats
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.recording import Header, first_line, older
-from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import SLO, Program, Request, SamplingParams, Tier
 from jaxserve.simulator import replay
 from tests.cost_models import FLAT
 from tests.engine.harness import engine, send
 from tests.server.fake_engine import step_stats
+from tests.simulator.grouped import simulate
 
 HEADER = Header(
     began="2026-01-01T00:00:00+00:00",
@@ -231,7 +232,7 @@ def test_a_recording_knows_what_experts_take_and_older_ones_of_none(tmp_path: Pa
         ),
         (
             json.dumps({"recording": 0}),
-            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9: left out",
+            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9, 10: left out",
         ),
     ],
 )
@@ -272,7 +273,7 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(26)
-@pytest.mark.parametrize(("version", "lacks"), [(8, 1), (7, 1), (6, 3), (5, 4), (4, 5)])
+@pytest.mark.parametrize(("version", "lacks"), [(9, 2), (8, 3), (7, 3), (6, 5), (5, 6), (4, 7)])
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
     story = Story(path)
@@ -281,16 +282,16 @@ def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, l
     story.over()
     header, *events = map(json.loads, path.read_text().splitlines())
     header["recording"] = version
-    assert events[0][-5:] == [7.0, 3.0, 0, 0, 0]
+    assert events[0][-7:] == [7.0, 3.0, 0, 0, 0, 0, None]
     less = {"arrival": lacks, "step": 2, "end": 4, "features": 1}
-    if version == 8:
-        less |= {"step": 0, "end": 0}
+    if version >= 8:
+        less |= {"step": 0, "end": 0, "features": 9 - version}
     else:
         del header["drafters"]
     for line in events:
         if line[0] == "step":
             at = header["columns"]["step"].index("features") + 1
-            del line[at][-1]
+            del line[at][len(line[at]) - less["features"] :]
         del line[len(line) - less[line[0]] :]
     for name, fewer in less.items():
         columns = header["columns"][name]
@@ -473,3 +474,81 @@ def test_what_prompts_share_is_read_again(tmp_path: Path) -> None:
     part = replay.traffic_of(recording.part(1, 5)).workload
     assert part.prefix_of.tolist() == [-1, 0, 0, -1]
     assert part.prefix_len.tolist() == [0, 4, 16, 0]
+
+
+def test_what_waits_for_what_is_read_again(tmp_path: Path) -> None:
+    """A plan, two branches of two calls, one of which takes longer, and a report."""
+    path = tmp_path / "served.jsonl"
+    story, came, lasted = Story(path), dict[int, float](), dict[int, float]()
+
+    names = {3: "", 4: "another"}
+
+    def arrive(number: int, after: float, *chain: int) -> None:
+        """So long after what was told last, with a chain of blocks."""
+        story.now += after
+        came[number], name = story.now, names.get(number, "run")
+        keys = tuple(bytes([one]) * 16 for one in chain)
+        request = Request(f"{number}", (7,) * (4 * len(chain) + 1), arrival=story.now)
+        program = Program(name, 90.0) if name else None
+        request = dataclasses.replace(request, block_keys=keys, program=program)
+        story.recorder.on_arrival(number, request)
+
+    def end(number: int, *chain: int) -> None:
+        """Now: with all of its blocks."""
+        story.step(number)
+        lasted[number] = story.now - came[number]
+        keys = tuple(bytes([one]) * 16 for one in chain)
+        stats = RequestStats(number, FinishReason.STOP, Tier.REALTIME, 9, 1, 0, 0.1, 0.2, 7.5)
+        stats = dataclasses.replace(stats, e2e=lasted[number], block_keys=keys)
+        story.recorder.on_finish(stats)
+
+    for tell, *told in (
+        (arrive, 0, 0.0, 1),  # the plan
+        (end, 0, 1, 2),
+        (arrive, 1, 2.0, 10),  # the branches
+        (arrive, 2, 0.5, 20),
+        (arrive, 3, 0.0, 30),
+        (arrive, 4, 0.0, 40),
+        (end, 1, 10, 11),
+        (arrive, 5, 3.0, 10, 11, 12),  # goes on with the first
+        (end, 5, 10, 11, 12, 13),
+        (end, 2, 20, 21),
+        (arrive, 6, 1.0, 20, 21, 22),  # goes on with the second; the first has ended, too
+        (end, 6, 20, 21, 22, 23),
+        (arrive, 7, 0.25, 1, 2, 3),  # the report goes on with the plan
+        *((end, number) for number in (7, 3, 4)),
+    ):
+        tell(*told)  # type: ignore[operator]
+    story.over()
+    workload = replay.traffic_of(replay.read(path)).workload
+    columns = workload.programs
+    assert columns.program.tolist() == [0, 0, 0, -1, 1, 0, 0, 0]
+    assert list(zip(columns.parent.tolist(), columns.child.tolist(), strict=True)) == [
+        (0, 1), (0, 2), (1, 5), (2, 6), (5, 7), (6, 7)
+    ]  # fmt: skip
+    assert columns.wait.tolist() == pytest.approx([0, 2.0, 2.5, 0, 0, 3.0, 1.0, 0.25])
+    assert columns.deadline.tolist() == [90.0] * 3 + [np.inf] + [90.0] * 4
+    assert b"run" not in path.read_bytes() and b"another" not in path.read_bytes()
+    served = replay.served(replay.read(path)).programs
+    assert served is not None and served.number.tolist() == [0, 1]
+    assert served.makespan.tolist() == pytest.approx([came[7] + lasted[7] - came[0], lasted[4]])
+    # On a slower system each comes later, after those that it waits for.
+    slow = LinearCostModel(dataclasses.replace(FLAT.coefficients, token_bias=9.0), 1)
+    again = simulate("sarathi", workload, slow, kv_tokens=999).requests
+    late = again.workload.programs
+    ends = again.finish[late.parent] + late.wait[late.child]
+    assert (again.arrival[late.child] >= ends - 1e-9).all() and again.finished.all()
+
+
+def test_programs_without_end_take_bounded_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_PROGRAMS", 3)
+    story = Story(tmp_path / "served.jsonl")
+    for number, name in enumerate("abcabcdea"):
+        request = Request(f"{number}", (7,), program=Program(name), arrival=story.now)
+        story.recorder.on_arrival(number, dataclasses.replace(request, tenant="abc"[number % 3]))
+    story.over()
+    found = replay.read(tmp_path / "served.jsonl").arrivals
+    assert [one.program for one in found.values()] == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+    assert len(story.recorder._programs) == 3
