@@ -5,10 +5,12 @@
     jaxserve bench load --rate=2 --num_requests=100 --slo_ttft_ms=500 --slo_tbt_ms=100
     jaxserve bench load --rate=2 --lengths=lengths.csv --address=localhost:50051
     jaxserve bench load --rate=2 --classes=chat:0.7:ttft=500ms,batch:0.3:jct=60s
+    jaxserve bench load --lengths=closed-agent --programs=24 --scale=16
 
 The engine runs in this process, with the presets and flags of serve.py (--config, --model,
 --load_format, --policy, --config.x.y=); `load --address` goes to a running server instead. Prompts
-are random token ids, and the end-of-sequence token is ignored.
+are random token ids, and the end-of-sequence token is ignored. Calls of programs (--programs)
+are sent once those that they wait for have ended, and go on with the model's answers.
 
 The others come with the extra lab:
 
@@ -59,7 +61,7 @@ INPUT_LEN, OUTPUT_LEN = 128, 64
 MEASURED = {
     "throughput": ("tokens/s with all requests submitted at once", 32),
     "latency": ("one request at a time", 5),
-    "load": ("requests that arrive at a rate, whatever becomes of them", None),
+    "load": ("requests that arrive at a rate, whatever becomes of them, or programs", None),
 }
 """Commands that measure one engine or server: what they do, and how many requests by default."""
 Measure = Callable[[Target], dict[str, Any]]
@@ -173,6 +175,8 @@ def _prepare(args: argparse.Namespace) -> tuple[dict[str, Any], Measure]:
             target, count, args.input_len, args.output_len, seed
         )
     workload = _spec(args).make_workload(seed)
+    if args.scale is not None:
+        workload = workload.scaled(args.scale)
     said["num_requests"] = len(workload)
     said["prompt_tokens"] = int(workload.prompt_len.sum())
     said["output_tokens"] = int(workload.output_len.sum())
@@ -213,6 +217,10 @@ def _in_process(
 def _spec(args: argparse.Namespace) -> WorkloadSpec:
     """The workload of `load`."""
     lengths, count = args.lengths, args.num_requests
+    if args.programs is not None:
+        return WorkloadSpec(
+            lengths or "", count, programs=args.programs, **workload_flags.options(args)
+        )
     if not lengths:
         shape = f"{args.input_len or INPUT_LEN}x{args.output_len or OUTPUT_LEN}"
         lengths, count = f"fixed:{shape}x{count or 100}", None
@@ -222,6 +230,14 @@ def _spec(args: argparse.Namespace) -> WorkloadSpec:
 
 
 def _check_load(args: argparse.Namespace, rest: Sequence[str]) -> None:
+    if (args.rate is None) == (args.programs is None):
+        raise UsageError("--rate or --programs is needed, and only one of them")
+    if args.programs is not None and not args.lengths:
+        raise UsageError(
+            "--programs needs --lengths of closed sessions, or of a trace with programs"
+        )
+    if args.programs is not None and args.cv is not None:
+        raise UsageError("--programs begin as others end: --cv has no effect")
     if (args.arrivals == "gamma") != (args.cv is not None):
         raise UsageError("--arrivals=gamma needs --cv, and only that does")
     if args.lengths and (args.input_len or args.output_len):
@@ -263,13 +279,15 @@ def _load_flags(parser: BenchParser) -> None:
     parser.number("num_requests", None, many)
     parser.number("input_len", None, f"prompt tokens ({INPUT_LEN})")
     parser.number("output_len", None, f"output tokens ({OUTPUT_LEN})")
-    parser.number("rate", None, "requests per second", least=None, required=True)
+    parser.number("rate", None, "requests per second", least=None)
+    workload_flags.add_programs(parser)
+    parser.number("scale", None, "divisor of all lengths, for small models", least=None)
     parser.number("cv", None, "standard deviation of gamma gaps over their mean", least=None)
     kinds, gaps = ("poisson", "gamma"), "gaps between requests (poisson)"
     parser.add_argument("--arrivals", choices=kinds, default="poisson", help=gaps)
     where = (
-        "a trace's path, such as a CSV of prompt_tokens,output_tokens, a data set's name, or "
-        "conversation or agent"
+        "a trace's path, such as a CSV of prompt_tokens,output_tokens, a data set's name, "
+        "conversation or agent, or closed-conversation, closed-agent or closed-research"
     )
     parser.add_argument("--lengths", help=f"{where}; arrivals are drawn")
     workload_flags.add_flags(parser, "a number; 'length' (the default), what each request writes")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import queue
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,13 +20,16 @@ from jaxserve.client import Client, ServerError
 from jaxserve.engine.errors import EngineStopped, QueueFull
 from jaxserve.engine.output import FinishReason, Output
 from jaxserve.engine.stats import EngineInfo
-from jaxserve.sched.request import NO_CLASS, SLO, Request, SamplingParams, Tier
+from jaxserve.sched.request import NO_CLASS, SLO, Program, Request, SamplingParams, Tier
 from jaxserve.sched.slo.metrics import Times
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.requests.engine_client import EngineClient
+from jaxserve.simulator.program_records import ProgramRecords
+from jaxserve.simulator.workloads.releases import Releases
 from jaxserve.simulator.workloads.workload import Workload
 
 NO_SLO = SLO()
+LONGEST_WAIT = 3600.0  # seconds, for a clock that takes no more at a time
 clock = time.monotonic
 """The engine's own clock, so that times on both sides can be compared."""
 
@@ -46,6 +52,7 @@ class Job:
         temperature: sampling temperature; 0 is greedy.
         slo_class, value: name of its class, and `Request.value`. Passed to an engine, but not to a
         server, which has its own classes and values.
+        program: what it says of its program, if it is a call of one.
     """
 
     prompt: tuple[int, ...]
@@ -56,6 +63,7 @@ class Job:
     temperature: float = 0.0
     slo_class: str = NO_CLASS
     value: float = 1.0
+    program: Program | None = None
 
 
 @dataclass
@@ -65,6 +73,7 @@ class Record:
     Attributes:
         sent: seconds on `clock`.
         token_times: times of the job's tokens, seconds on `clock`.
+        tokens: the tokens, where the target has their ids.
         outcome: "finished", "rejected" (the queue was full) or "failed"; "" until it is done.
         preemptions: as counted by the server; 0 for a request that was cancelled over the network.
         error: why it was rejected or failed.
@@ -72,15 +81,24 @@ class Record:
 
     sent: float
     token_times: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     outcome: str = ""
     preemptions: int = 0
     error: str = ""
 
 
+class Done(Protocol):
+    """Hears that a job is done, like a semaphore."""
+
+    def release(self) -> None:
+        """The job is done. Any thread may call this, once."""
+        ...
+
+
 class Target(Protocol):
     """Serves jobs. `send` returns at once; it may release `done` on any thread."""
 
-    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+    def send(self, job: Job, record: Record, done: Done) -> None:
         """Serves the job, writes its outcome into the record, and then releases `done`."""
         ...
 
@@ -100,13 +118,13 @@ class EngineTarget:
         """The fields of EngineInfo."""
         return dataclasses.asdict(self._engine.info())
 
-    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+    def send(self, job: Job, record: Record, done: Done) -> None:
         """See `Target`."""
         self._sent += 1
         name = f"bench-{self._sent}"
 
         def on_output(output: Output) -> None:
-            ended = book_times(record, job, output.token_times)
+            ended = book_times(record, job, output.token_times, output.token_ids)
             if output.finish_reason is None:
                 if ended and job.output_len < job.max_tokens:
                     self._engine.cancel(name)
@@ -120,7 +138,9 @@ class EngineTarget:
 
         sampling = SamplingParams(job.max_tokens, temperature=job.temperature, ignore_eos=True)
         asked = (job.prompt, sampling, job.slo, job.tier)
-        request = Request(name, *asked, slo_class=job.slo_class, value=job.value)
+        request = Request(
+            name, *asked, slo_class=job.slo_class, value=job.value, program=job.program
+        )
         self._engine.check(request)
         try:
             self._engine.submit(request, on_output)
@@ -135,11 +155,11 @@ class EngineTarget:
 class ThreadedTarget(ABC):
     """A target with one thread per request: measured times include this client."""
 
-    def send(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+    def send(self, job: Job, record: Record, done: Done) -> None:
         """See `Target`."""
         threading.Thread(target=self._call, args=(job, record, done), daemon=True).start()
 
-    def _call(self, job: Job, record: Record, done: threading.Semaphore) -> None:
+    def _call(self, job: Job, record: Record, done: Done) -> None:
         try:
             self.serve(job, record)
         except Exception as error:  # on any error, so that the run does not wait for ever
@@ -176,10 +196,12 @@ class ServerTarget(ThreadedTarget):
                 temperature=job.temperature,
                 slo={f"{name}_ms": t * 1e3 for name, t in targets.items() if t is not None},
                 tier=job.tier.name.lower(),
+                program=_said(job.program),
             )
             for message in generation:
                 # A message may carry several tokens, which reached the caller together.
-                ended = book_times(record, job, [clock()] * len(message.token_ids))
+                times = [clock()] * len(message.token_ids)
+                ended = book_times(record, job, times, message.token_ids)
                 if message.HasField("finish"):
                     record.preemptions = message.finish.usage.preemptions
                     record.outcome = "finished"
@@ -192,10 +214,32 @@ class ServerTarget(ThreadedTarget):
             record.outcome, record.error = "rejected" if full else "failed", str(error)
 
 
-def book_times(record: Record, job: Job, times: Sequence[float]) -> bool:
-    """Records the times of a job's tokens, without those beyond output_len that come while it is
-    being cancelled. Returns whether the job has all of its tokens."""
-    record.token_times.extend(times[: job.output_len - len(record.token_times)])
+def _said(program: Program | None) -> dict[str, Any] | None:
+    """A program as the client takes it."""
+    if program is None:
+        return None
+    deadline = None if program.deadline is None else 1e3 * program.deadline
+    said = {"deadline_ms": deadline, "expected_calls": program.expected_calls}
+    return {"id": program.id, "over": program.over, **said}
+
+
+def book_times(
+    record: Record, job: Job, times: Sequence[float], tokens: Sequence[int] = ()
+) -> bool:
+    """Records a job's tokens, but none beyond output_len, which come while it is cancelled.
+
+    Args:
+        record: Of the job.
+        job: The job.
+        times: When new tokens came, in seconds on `clock`.
+        tokens: Their ids, if they are known.
+
+    Returns:
+        Whether the job has all of its tokens.
+    """
+    left = job.output_len - len(record.token_times)
+    record.token_times.extend(times[:left])
+    record.tokens.extend(tokens[:left])
     return len(record.token_times) == job.output_len
 
 
@@ -250,30 +294,88 @@ def check_fits(workload: Workload, info: dict[str, Any]) -> None:
         )
 
 
-def drive(target: Target, jobs: Sequence[Job], arrival: np.ndarray) -> tuple[float, list[Record]]:
-    """Sends each job when it is due and waits for all. Open loop: no job waits for another's
-    answer.
+class _Ended:
+    """Tells a queue which job is done."""
+
+    def __init__(self, ended: queue.SimpleQueue[int], number: int) -> None:
+        self._ended, self._number = ended, number
+
+    def release(self) -> None:
+        self._ended.put(self._number)
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What became of a workload.
+
+    Attributes:
+        start: On `clock`.
+        came: Numbers of the jobs that were sent, in order. The others are calls of programs that
+            were given up.
+        arrival: float64 [n], when each of these was due, in seconds since the start.
+        records: Of each of these.
+        programs: Records of the programs; None if there are none.
+    """
+
+    start: float
+    came: list[int]
+    arrival: np.ndarray
+    records: list[Record]
+    programs: ProgramRecords | None
+
+
+def drive(target: Target, jobs: Sequence[Job], workload: Workload) -> Drive:
+    """Sends each job when it is due and waits for all. No job waits for another's answer, but for
+    those of programs that say so; their prompts then have the answers instead of random tokens.
 
     Args:
-        target: serves the jobs.
-        jobs: in order of arrival.
-        arrival: [len(jobs)], seconds after the start.
-
-    Returns:
-        The start on `clock`, and a record of each job.
+        target: Serves the jobs.
+        jobs: Of the workload's requests.
+        workload: When they are due.
     """
-    done = threading.Semaphore(0)
-    records: list[Record] = []
-    start = clock()
-    for job, due in zip(jobs, (start + arrival).tolist(), strict=True):
-        wait = due - clock()
-        if wait > 0:
-            time.sleep(wait)
-        records.append(Record(sent=clock()))
-        target.send(job, records[-1], done)
-    for _ in records:
-        done.acquire()
-    return start, records
+    releases, ended = Releases(workload), queue.SimpleQueue[int]()
+    sent, records, running = dict[int, Job](), dict[int, Record](), 0
+    name, start = uuid.uuid4().hex[:8], clock()
+    while True:
+        wait = start + releases.next_time - clock()
+        if wait <= 0:
+            number = releases.take_first()
+            sent[number] = _with_answers(workload, jobs[number], number, sent, records)
+            said = workload.programs.said(number, releases.left(number), f"{name}-")
+            sent[number] = dataclasses.replace(sent[number], program=said)
+            records[number], running = Record(sent=clock()), running + 1
+            target.send(sent[number], records[number], _Ended(ended, number))
+            continue
+        if not running and wait == math.inf:
+            break
+        with contextlib.suppress(queue.Empty):
+            number = ended.get(timeout=min(wait, LONGEST_WAIT))
+            running -= 1
+            if records[number].outcome == "finished":
+                releases.ended(number, records[number].token_times[-1] - start)
+            else:
+                releases.gave_up(number, clock() - start)
+    programs = None
+    if workload.programs.closed:
+        programs = ProgramRecords.from_releases(workload, releases)
+    arrival = np.array(releases.arrival)[releases.came]
+    return Drive(start, releases.came, arrival, list(records.values()), programs)
+
+
+def _with_answers(
+    workload: Workload,
+    job: Job,
+    number: int,
+    sent: dict[int, Job],
+    records: dict[int, Record],
+) -> Job:
+    """A call with what those before it in its program were asked and have answered."""
+    source, shared = int(workload.prefix_of[number]), int(workload.prefix_len[number])
+    programs = workload.programs.program
+    if source not in sent or programs[number] < 0 or programs[source] != programs[number]:
+        return job
+    begin = (*sent[source].prompt, *records[source].tokens)[:shared]
+    return dataclasses.replace(job, prompt=begin + job.prompt[len(begin) :])
 
 
 def serve_all(
@@ -284,13 +386,13 @@ def serve_all(
     info = target.info()
     check_fits(workload, info)
     jobs = random_jobs(workload, info["vocab_size"], rng)
-    start, records = drive(target, jobs, workload.arrival)
-    for job, record in zip(jobs, records, strict=True):
+    found = drive(target, jobs, workload)
+    for job, record in zip(jobs, found.records, strict=True):
         if record.outcome != "finished":
             raise BenchError(f"a request was {record.outcome}: {record.error}")
         if len(record.token_times) != job.output_len:
             raise BenchError(f"{len(record.token_times)} tokens came, not {job.output_len}")
-    return start, records
+    return found.start, found.records
 
 
 def last_token(records: Sequence[Record]) -> float:

@@ -39,6 +39,7 @@ def text(result: dict[str, Any]) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in requests.items() if count)
         lines.append(_line("requests", counts))
     lines += _slo(result["results"].get("slo"))
+    lines += _programs(result["results"].get("programs"))
     if "tiers" in result["results"]:
         lines += [f"  {line}" for line in group_lines(result["results"])]
     engine = result.get("engine")
@@ -67,6 +68,20 @@ def _slo(slo: dict[str, Any] | None) -> list[str]:
     lines = [_line("SLO attainment", shares)]
     if slo["goodput_per_s"] is not None:
         lines.append(_line("goodput, requests/s", slo["goodput_per_s"]))
+    return lines
+
+
+def _programs(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    counts = ", ".join(f"{found[n]} {n.replace('_', ' ')}" for n in ("finished", "given_up"))
+    lines = [_line("programs", f"{found['begun']} begun, {counts}; {found['calls']} calls")]
+    if found["makespan_s"] is not None:
+        lines.append(_line("makespan of a program, s", found["makespan_s"]))
+        tools, people = found["tool_time_s"], found["think_time_s"]
+        lines.append(_line("  of it for tools, for people", f"{tools:.2f}, {people:.2f}"))
+    if found["attainment"] is not None:
+        lines.append(_line("programs in time", _percent(found["attainment"])))
     return lines
 
 

@@ -87,7 +87,8 @@ def load(
     target: load_target.Target, workload: Workload, seed: int, rule: Rule = Rule.SERVER
 ) -> dict[str, Any]:
     """Sends every request at its arrival time, whatever happened to earlier ones, with its own
-    tier, SLO and max_tokens. Refused and failed requests are counted, and miss their SLO.
+    tier, SLO and max_tokens; a call of a program after those that it waits for. Refused and failed
+    requests are counted, and miss their SLO; calls that never come after them are not counted.
 
     Args:
         target: Serves the requests.
@@ -101,15 +102,19 @@ def load(
     info = target.info()
     load_target.check_fits(workload, info)
     jobs = load_target.random_jobs(workload, info["vocab_size"], np.random.default_rng(seed))
-    start, records = load_target.drive(target, jobs, workload.arrival)
-    due = start + workload.arrival
+    driven = load_target.drive(target, jobs, workload)
+    records, due = driven.records, driven.start + driven.arrival
     outcomes = [record.outcome for record in records]
-    span = float(workload.arrival[-1])
+    span = float(driven.arrival[-1])
+    programs = {} if driven.programs is None else {"programs": driven.programs.summary()}
     return {
         "requests": {name: outcomes.count(name) for name in ("finished", "rejected", "failed")},
         "first_error": next((r.error for r in records if r.error), None),
-        "offered_per_s": len(jobs) / span if span > 0 else None,
-        **load_metrics(load_target.times(due, records), workload.terms, rule),
+        "offered_per_s": len(records) / span if span > 0 else None,
+        **load_metrics(
+            load_target.times(due, records), workload.terms.select(np.array(driven.came)), rule
+        ),
+        **programs,
         "preemptions": sum(record.preemptions for record in records),
         "sent_late_ms": summarise([r.sent - d for r, d in zip(records, due, strict=True)], 1e3),
     }
