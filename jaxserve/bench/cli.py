@@ -19,6 +19,7 @@ The others come with the extra lab:
     jaxserve bench fidelity --config=tiny_cpu,opt_125m_cpu
     jaxserve bench mixed --rate=16
     jaxserve bench slo --load=0.5
+    jaxserve bench programs
     jaxserve bench abuse
     jaxserve bench soak --minutes=2
     jaxserve bench fronts
@@ -72,6 +73,7 @@ LAB_COMMANDS = {
     "simulate": ("bench.simulation_speed", "how long it takes to simulate an hour of traffic"),
     "mixed": ("bench.mixed", "real-time requests over a best-effort batch, by policy"),
     "slo": ("bench.slo", "requests of several SLO classes, by policy"),
+    "programs": ("bench.programs", "programs whose calls wait for each other, by policy"),
     "abuse": ("bench.stress.abuse", "hostile and clumsy clients against a server of its own"),
     "soak": ("bench.stress.soak", "everything at once for a while, and what is left of it"),
     "fronts": ("bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),

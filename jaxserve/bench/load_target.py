@@ -324,7 +324,9 @@ class Drive:
     programs: ProgramRecords | None
 
 
-def drive(target: Target, jobs: Sequence[Job], workload: Workload) -> Drive:
+def drive(
+    target: Target, jobs: Sequence[Job], workload: Workload, served: np.ndarray | None = None
+) -> Drive:
     """Sends each job when it is due and waits for all. No job waits for another's answer, but for
     those of programs that say so; their prompts then have the answers instead of random tokens.
 
@@ -332,6 +334,8 @@ def drive(target: Target, jobs: Sequence[Job], workload: Workload) -> Drive:
         target: Serves the jobs.
         jobs: Of the workload's requests.
         workload: When they are due.
+        served: float64 [n], seconds of each on an idle target, for the slowdown of programs; None
+            if not known.
     """
     releases, ended = Releases(workload), queue.SimpleQueue[int]()
     sent, records, running = dict[int, Job](), dict[int, Record](), 0
@@ -357,7 +361,7 @@ def drive(target: Target, jobs: Sequence[Job], workload: Workload) -> Drive:
                 releases.gave_up(number, clock() - start)
     programs = None
     if workload.programs.closed:
-        programs = ProgramRecords.from_releases(workload, releases)
+        programs = ProgramRecords.from_releases(workload, releases, served)
     arrival = np.array(releases.arrival)[releases.came]
     return Drive(start, releases.came, arrival, list(records.values()), programs)
 

@@ -84,7 +84,11 @@ def latency(
 
 
 def load(
-    target: load_target.Target, workload: Workload, seed: int, rule: Rule = Rule.SERVER
+    target: load_target.Target,
+    workload: Workload,
+    seed: int,
+    rule: Rule = Rule.SERVER,
+    served: np.ndarray | None = None,
 ) -> dict[str, Any]:
     """Sends every request at its arrival time, whatever happened to earlier ones, with its own
     tier, SLO and max_tokens; a call of a program after those that it waits for. Refused and failed
@@ -95,6 +99,8 @@ def load(
         workload: The requests.
         seed: Seed of the prompts.
         rule: When a request attains its SLO.
+        served: float64 [n], seconds of each request on an idle target, for the slowdown of
+            programs; None if not known.
 
     Raises:
         BenchError: The target cannot serve one of the requests.
@@ -102,7 +108,7 @@ def load(
     info = target.info()
     load_target.check_fits(workload, info)
     jobs = load_target.random_jobs(workload, info["vocab_size"], np.random.default_rng(seed))
-    driven = load_target.drive(target, jobs, workload)
+    driven = load_target.drive(target, jobs, workload, served)
     records, due = driven.records, driven.start + driven.arrival
     outcomes = [record.outcome for record in records]
     span = float(driven.arrival[-1])

@@ -91,7 +91,7 @@ class ProgramRecords:
             think_time=total(here & ~tool, columns.wait),
             given_up=gone <= until,
             deadline=deadline[began],
-            alone=_alone(workload, served, count)[began],
+            alone=makespans_alone(workload, served)[began],
             until=until,
         )
 
@@ -192,9 +192,15 @@ def _summarised(values: np.ndarray) -> dict[str, float] | None:
     return None if found is None else {**found, "p95": float(np.percentile(values, 95))}
 
 
-def _alone(workload: Workload, served: np.ndarray | None, count: int) -> np.ndarray:
-    """Seconds from the first arrival of each program to its last end if each request is served in
-    so long, float64 [count]; calls that come at times of their own come as far apart as they do."""
+def makespans_alone(workload: Workload, served: np.ndarray | None) -> np.ndarray:
+    """Seconds from the first arrival of each program to its last end, by number, float64 [p]; calls
+    that come at times of their own come as far apart as they do.
+
+    Args:
+        workload: The requests.
+        served: float64 [n], seconds that each takes; None if not known, for nan.
+    """
+    count = int(workload.programs.program.max(initial=-1)) + 1
     if served is None:
         return np.full(count, math.nan)
     programs = workload.programs
