@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jaxserve.bench import cli, runs
-from jaxserve.bench.load_target import EngineTarget, clock
+from jaxserve.bench.load_target import EngineTarget, _said, clock
 from jaxserve.bench.report import text
+from jaxserve.client.messages import make_request
 from jaxserve.engine.errors import QueueFull
 from jaxserve.engine.output import FinishReason, Output
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import Program, Request
 from jaxserve.simulator.workloads.prefixes import Prefixes
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from tests.bench.test_cli import SMALL, bench, model
@@ -141,6 +142,14 @@ def test_the_command_serves_programs_of_a_trace(
     assert about["tool_time_s"] == pytest.approx(0.002 / 3)
     said = text(found)
     assert "3 begun, 3 finished, 0 given up; 5 calls" in said and "programs in time" in said
+
+
+def test_what_a_call_says_reaches_a_server() -> None:
+    assert _said(None) is None
+    assert _said(Program("a", 1.5, 3)) == {
+        "id": "a", "deadline_ms": 1500.0, "expected_calls": 3, "over": False
+    }  # fmt: skip
+    assert make_request([1], program=_said(Program("a", over=True))).program.over
 
 
 def test_closed_sessions_are_known_by_name() -> None:
