@@ -40,7 +40,7 @@ from jaxserve.server.http.openai.schema import (
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
 from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level, slo_classes
-from jaxserve.server.requests.target_headers import target_headers
+from jaxserve.server.requests.target_headers import header_program, target_headers
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
 log = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class RoutingRequestBuilder:
             caller: The client.
             salt: As `Request.cache_salt`.
             hint: The prompt's cache key.
-            program: The call's program.
+            program: The call's program, if its body or message names one; its headers may, too.
         """
         if self._block_keys is None or made is NOTHING:
             return made
@@ -189,6 +189,8 @@ class RoutingRequestBuilder:
             )
             for length, tokens in prompts
         ]
+        if program is None:
+            program = header_program(caller.target_headers)
         if program is None:
             key = self._block_keys.hint(hint, tenant, salt)
         else:

@@ -17,6 +17,10 @@ class ProgramEnd(enum.StrEnum):
     """Other programs needed its place."""
 
 
+OUTCOMES = ("met", "missed", "given_up", "ended")
+"""What may come of a program, see `ProgramVerdict.outcome`."""
+
+
 @dataclass(frozen=True)
 class ProgramVerdict:
     """A program that has ended.

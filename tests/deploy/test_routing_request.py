@@ -247,6 +247,9 @@ def test_calls_of_a_program_have_its_hint(monkeypatch: pytest.MonkeyPatch) -> No
     keyed = asked(made, prompt=LONG, prompt_cache_key="a")
     assert not keyed.of_program and keyed.hint != first.hint
     assert asked(made, prompt=LONG, program="b").hint not in (first.hint, keyed.hint)
+    metadata = [("x-program-id", "a")]
+    by_header = asyncio.run(made.from_grpc(make_request(LONG), metadata))
+    assert by_header.of_program and by_header.hint == first.hint
     assert asked(made, prompt=LONG, program="x" * 129) == NOTHING
     assert asked(made, prompt=LONG, program_over=True) == NOTHING
 

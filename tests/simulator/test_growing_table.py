@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
-from jaxserve.sched.request import SLO, Request, SamplingParams
+from jaxserve.sched.request import SLO, Program, Request, SamplingParams
 from jaxserve.sched.state.request_table import RequestTable, State
 from jaxserve.simulator.replica.scheduler_state import (
     FIRST_ROWS,
@@ -38,6 +38,15 @@ def test_a_growing_table_gives_the_rows_of_a_large_one() -> None:
     for name in ("prompt_len", "max_tokens", "seq", "state"):
         assert getattr(growing, name)[rows].tolist() == getattr(large, name)[rows].tolist()
     assert growing.in_state(State.WAITING).tolist() == large.in_state(State.WAITING).tolist()
+
+
+def test_decodes_of_several_steps_are_service_of_their_program() -> None:
+    known = {"num_blocks": 8, "block_size": 4, "max_model_len": 32}
+    made = SimulatedScheduler(make_policy("vllm"), Limits(64, 64, 8), **known, cost_model=FLAT)
+    for i, name in enumerate(["a", None, "a", "b"]):
+        made.add(Request(str(i), (1,), program=name and Program(name)))
+    made.advance(np.arange(4), np.array([1, 2, 3, 4]))
+    assert made.table.attained[:4].tolist() == [4, 0, 4, 4]
 
 
 @given(

@@ -56,8 +56,8 @@ class Caller:
     Attributes:
         name: the key's name, or `name` where there is no key.
         key: as given.
-        target_headers: the headers or metadata of the call that set SLO targets, unparsed. A
-            frontend fills it in (`requests/target_headers.py`).
+        target_headers: the headers or metadata of the call that set SLO targets or name its
+            program, unparsed. A frontend fills it in (`requests/target_headers.py`).
         arrived: when the call came, copied from `CallRecord.began`; 0 if it has no record.
     """
 

@@ -45,6 +45,7 @@ from jaxserve.server.requests.output_streams import (
 )
 from jaxserve.server.requests.slo_admission import check_expected
 from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level
+from jaxserve.server.requests.target_headers import header_program
 from jaxserve.server.requests.tenant_turns import TenantThreads
 
 L = TypeVar("L")
@@ -92,8 +93,8 @@ class RequestFields:
         model: name of an adapter, or of the model itself; "" is the model.
         pooling: the vector or scores that are wanted in place of generated text, with an empty
             `sampling`; None generates text.
-        program: what it says of its program; None if it says nothing. The class's deadline is still
-            missing.
+        program: what it says of its program, which overrides headers; None if it says nothing. The
+            class's deadline is still missing.
         continues: as `Request.continues`.
     """
 
@@ -366,6 +367,8 @@ class EngineRequests:
             fits = max(params.min_tokens, min(params.max_tokens, room))
             params = dataclasses.replace(params, max_tokens=fits)
         program = fields.program
+        if program is None and caller is not None:
+            program = header_program(caller.target_headers)
         if program is not None and level.program_deadline is not None:
             program = dataclasses.replace(program, usual_deadline=level.program_deadline)
         name = own or uuid.uuid4().hex

@@ -1,7 +1,8 @@
 """Targets in the headers or gRPC metadata of calls and answers, by the names that gateways use.
 
 `x-slo-ttft-ms` and `x-slo-tpot-ms` are the names of the Gateway API's Inference Extension; llm-d's
-own names for the same override them, as in its router. Answers use the names without `llm-d`.
+own names for the same override them, as in its router. Answers use the names without `llm-d`. A
+call's program may be named there, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from urllib.parse import quote
 
-from jaxserve.sched.request import SLO, InvalidRequest
+from jaxserve.sched.request import SLO, InvalidRequest, Program
 from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.requests.milliseconds import timings_ms
 
@@ -29,7 +30,9 @@ _LLM_D = {"ttft": "x-llm-d-slo-ttft-ms", "tbt": "x-llm-d-slo-tpot-ms"}
 _CLASS, _TIER, _MET, _TIMING = "x-slo-class", "x-slo-tier", "x-slo-met", "server-timing"
 _UNENFORCED, _MAX_UNENFORCED = "x-schema-not-enforced", 1000
 ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING, _UNENFORCED)
-_NAMES = {*TARGET_HEADERS.values(), *_LLM_D.values()}
+_TARGETS = {*TARGET_HEADERS.values(), *_LLM_D.values()}
+_PROGRAM, _DEADLINE = "x-program-id", "x-program-deadline-ms"
+_NAMES = {*_TARGETS, _PROGRAM, _DEADLINE}
 _MAX_MS = 1_000_000_000  # 11 days
 _NUMBER = re.compile(r"[0-9]{1,10}(\.[0-9]{1,9})?")
 
@@ -44,7 +47,8 @@ class HeaderTargets(NamedTuple):
 
 
 def target_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Headers:
-    """The headers of a call that set targets, unparsed, with names in lower case."""
+    """The headers of a call that set targets or name its program, unparsed, with names in lower
+    case."""
     pairs = ((_text(name), value) for name, value in headers)
     return [(name, _text(value)) for name, value in pairs if name in _NAMES]
 
@@ -52,21 +56,48 @@ def target_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> Header
 def header_targets(headers: Headers) -> HeaderTargets:
     """Parses the targets. Raises InvalidRequest, which names the header, for a header that occurs
     twice or is not a time."""
-    targets: dict[str, float] = {}
-    for name, value in headers:
-        if name in targets:
-            raise InvalidRequest(name, "is there twice; at most one is taken")
-        if not (_NUMBER.fullmatch(value) and 0 < float(value) <= _MAX_MS):
-            limits = f"a number of milliseconds, above 0 and at most {_MAX_MS:,}"
-            raise InvalidRequest(name, f"must be {limits}, got {value!r:.80}")
-        targets[name] = float(value)
+    given = _once(headers)
+    targets = {name: _seconds(name, value) for name, value in given.items() if name in _TARGETS}
     names = {
         target: name
         for wins in (TARGET_HEADERS, _LLM_D)
         for target, name in wins.items()
         if name in targets
     }
-    return HeaderTargets(SLO(**{target: targets[n] / 1000 for target, n in names.items()}), names)
+    return HeaderTargets(SLO(**{target: targets[n] for target, n in names.items()}), names)
+
+
+def header_program(headers: Headers) -> Program | None:
+    """The program that headers name, with its deadline; None if they name none. Raises
+    InvalidRequest, which names the header."""
+    given = _once(headers)
+    deadline = _seconds(_DEADLINE, given[_DEADLINE]) if _DEADLINE in given else None
+    if _PROGRAM not in given:
+        if deadline is not None:
+            raise InvalidRequest(_DEADLINE, f"is of a program: {_PROGRAM} has to name it")
+        return None
+    try:
+        return Program(given[_PROGRAM], deadline)
+    except InvalidRequest as error:
+        raise error.renamed(_PROGRAM) from None
+
+
+def _once(headers: Headers) -> dict[str, str]:
+    """The headers by name. Raises InvalidRequest for one that occurs twice."""
+    given: dict[str, str] = {}
+    for name, value in headers:
+        if name in given:
+            raise InvalidRequest(name, "is there twice; at most one is taken")
+        given[name] = value
+    return given
+
+
+def _seconds(name: str, value: str) -> float:
+    """The time in a header. Raises InvalidRequest."""
+    if not (_NUMBER.fullmatch(value) and 0 < float(value) <= _MAX_MS):
+        limits = f"a number of milliseconds, above 0 and at most {_MAX_MS:,}"
+        raise InvalidRequest(name, f"must be {limits}, got {value!r:.80}")
+    return float(value) / 1000
 
 
 def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
-from jaxserve.sched.programs.verdict import ProgramVerdict
+from jaxserve.sched.programs.verdict import OUTCOMES, ProgramEnd, ProgramVerdict
 from jaxserve.sched.request import NO_CLASS, Request, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.access.api_keys import Caller
@@ -306,7 +306,9 @@ class EngineMetrics(Collector, Observer):
         yield self._family(CounterMetricFamily, "request_success", text, ended, "finished_reason")
         yield from self._slo()
         text = "Programs that have ended, by why, and what came of their deadline."
-        labels, programs = ("slo_class", "ending", "outcome"), dict(self._programs)
+        programs = {(NO_CLASS, str(end), what): 0 for end in ProgramEnd for what in OUTCOMES}
+        programs.update(self._programs)
+        labels = ("slo_class", "ending", "outcome")
         yield self._family(CounterMetricFamily, "programs", text, programs, *labels)
         yield from self._drafts()
         text = "API calls that have ended, by method and how."

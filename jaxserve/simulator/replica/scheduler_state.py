@@ -91,6 +91,8 @@ class SimulatedScheduler(Scheduler):
         table = self.table
         table.computed[rows] += steps
         table.generated[rows] += steps
+        if self.programs.num_calls:
+            self.programs.charge(rows, steps)
         latest = rows[steps == steps.max()]
         order = self._batch_order
         table.last_batch_order[latest] = np.arange(order, order + len(latest))

@@ -59,6 +59,8 @@ def watch(on: Engine) -> Watch:
     return made
 
 
+@pytest.mark.promise(5)
+@pytest.mark.promise(47)
 def test_each_program_has_one_verdict_and_texts_are_the_same(on: Engine, watch: Watch) -> None:
     asked = prompts(6)
     plain = generate(on, asked, **SHORT)

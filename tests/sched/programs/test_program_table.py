@@ -318,6 +318,7 @@ def test_only_programs_that_are_known_to_be_some_are_counted() -> None:
 # Hostile clients.
 
 
+@pytest.mark.promise(46)
 def test_an_id_a_call_costs_that_tenant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_table, "MOST_PROGRAMS", 400)
     calls = Calls(infers=True)
@@ -370,6 +371,7 @@ def test_what_a_tool_is_called_is_bounded() -> None:
     assert all(len(name) <= MOST_NAME for one in calls.programs.waiting() for name in one.tools)
 
 
+@pytest.mark.promise(47)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("bcde"), st.integers(0, 3), st.booleans()), max_size=60))
 def test_each_program_has_one_verdict(events: list[tuple[str, int, bool]]) -> None:

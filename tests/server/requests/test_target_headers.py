@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.client import make_request
-from jaxserve.sched.request import SLO, InvalidRequest, Tier
+from jaxserve.sched.request import SLO, InvalidRequest, Program, Tier
 from jaxserve.server.access.api_keys import Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.proto import generation_pb2_grpc
@@ -92,6 +92,47 @@ def refused(server: Server, who: str, headers: Pairs, **fields: Any) -> tuple[st
     status, answer = post(server, who, headers, **fields)
     assert status == 400, answer
     return answer["error"]["param"], answer["error"]["message"]
+
+
+def test_a_program_in_headers(server: Server, engine: FakeEngine) -> None:
+    said = (("X-Program-Id", "run 1"), ("x-program-deadline-ms", "1500"))
+    for path, fields in (
+        ("/v1/completions", {}),
+        ("/v1/responses", {"input": "a", "max_tokens": None}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+    ):
+        assert post(server, "plain", said, path, **fields)[0] == 200
+        assert engine.requests[-1].program == Program("run 1", 1.5)
+    assert post(server, "plain", said, program="own", program_over=True)[0] == 200
+    assert engine.requests[-1].program == Program("own", over=True), "fields precede headers"
+    with grpc.insecure_channel(server.address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        metadata = [("authorization", "Bearer plain"), ("x-program-id", "run 2")]
+        list(stub.Generate(make_request("a", max_tokens=1), metadata=metadata, timeout=PATIENCE))
+    assert engine.requests[-1].program == Program("run 2")
+
+
+@pytest.mark.parametrize(
+    ("headers", "name", "words"),
+    [
+        ([("x-program-id", "")], "x-program-id", "has 0 characters"),
+        ([("x-program-id", "x" * 129)], "x-program-id", "has 129 characters"),
+        ([("x-program-id", "a\x80")], "x-program-id", "cannot be printed"),
+        ([("x-program-id", "a"), ("x-program-id", "b")], "x-program-id", "is there twice"),
+        ([("x-program-deadline-ms", "5")], "x-program-deadline-ms", "x-program-id has to name it"),
+        (
+            [("x-program-id", "a"), ("x-program-deadline-ms", "1e300")],
+            "x-program-deadline-ms",
+            "must be a number of milliseconds, above 0 and at most 1,000,000,000",
+        ),
+    ],
+)
+def test_mistakes_in_headers_of_programs(
+    server: Server, engine: FakeEngine, headers: Pairs, name: str, words: str
+) -> None:
+    param, message = refused(server, "plain", headers)
+    assert param == name and words in message
+    assert not engine.requests
 
 
 def test_headers_win_over_the_class_and_the_body_over_headers(

@@ -113,7 +113,16 @@ def test_what_is_not_there_is_found(
 def test_each_row_is_about_what_it_should_be() -> None:
     rows = [panel["title"] for panel in DASHBOARD["panels"] if panel["type"] == "row"]
     assert rows == [
-        *("Targets", "Latency", "Requests", "Throughput", "Block pool", "Steps", "Batches")
+        *(
+            "Targets",
+            "Latency",
+            "Requests",
+            "Throughput",
+            "Block pool",
+            "Steps",
+            "Batches",
+            "Programs",
+        )
     ]
 
 
