@@ -30,7 +30,7 @@ from jaxserve.sched.fairness.fair_share import DECODE_COST, FairShares
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Copy, Join, Preempt, ProjectToKV, Restore
 from jaxserve.sched.policy import Limits, Oracle, Policy, View
 from jaxserve.sched.programs.cache_lives import CacheLives
-from jaxserve.sched.programs.program_table import SILENCE, ProgramTable
+from jaxserve.sched.programs.program_table import NO_ANSWER, SILENCE, Answer, ProgramTable
 from jaxserve.sched.progress import Progress
 from jaxserve.sched.request import Request
 from jaxserve.sched.speculation.choice import (
@@ -106,7 +106,9 @@ class Scheduler:
         width = blocks_a_plane(max_model_len, block_size)
         self.policy, self.checked = policy, checked
         self.table = self._make_table(capacity)
-        self.programs = ProgramTable(self.table, infers=infer_programs, silence=program_silence)
+        self.programs = ProgramTable(
+            self.table, infers=infer_programs, silence=program_silence, block_size=block_size
+        )
         self.host = HostMemory(host_slots, capacity)
         hidden = policy.hybrid_cache and rho is not None
         self.cache = self._make_cache(block_size, retention, hidden) if prefix_caching else None
@@ -593,6 +595,7 @@ class Scheduler:
         complete: bool = True,
         length: int | None = None,
         now: float | None = None,
+        answer: Answer = NO_ANSWER,
     ) -> None:
         """Ends the request, whatever its state, and frees its blocks and its row.
 
@@ -603,11 +606,12 @@ class Scheduler:
             length: Tokens of its output, if that ended before the last token received with it; None
             for all of them.
             now: When it ended, in seconds; None: with the last token received.
+            answer: Where its output ends, by which a call that goes on from it is known.
         """
         table = self.table
         if self.programs.num_calls:
             ended = float(table.last_token[row]) if now is None else now
-            self.programs.end(row, ended, complete=complete, answer=self._answer_key(row))
+            self.programs.end(row, ended, complete=complete, answer=answer)
         if self.cache is not None:
             if self.cache.retention.by_program and table.state[row] == DRAINING:
                 self.cache.stay_again(row)  # its blocks were released before it ended
@@ -621,14 +625,6 @@ class Scheduler:
         table.remove(row)
         if table.num_free == table.capacity:  # no request is left to make progress
             self._progress.advance(0)
-
-    def _answer_key(self, row: int) -> bytes:
-        """Key of the row's last full block if it has tokens of the output; b"" if not, or if it is
-        unknown."""
-        if self.cache is None or not self.cache.knows(row):
-            return b""
-        tokens = self.cache.num_keys(row) * self.pool.block_size
-        return self.cache.last_key(row) if tokens > self.table.prompt_len[row] else b""
 
     @property
     def is_empty(self) -> bool:

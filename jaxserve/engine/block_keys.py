@@ -51,6 +51,14 @@ class KeyChain:
         made._rest = self._rest[:]
         return made
 
+    def answer(self, prompt_len: int) -> tuple[bytes, tuple[int, ...]]:
+        """Where the output ends so far, as `program_table.Answer`; b"" before it has a token, or a
+        block is full. prompt_len: tokens of the prompt."""
+        full = len(self.keys) * self._block_size
+        if not full or full + len(self._rest) <= prompt_len:
+            return b"", ()
+        return self._last, () if full > prompt_len else tuple(self._rest)
+
     def append(self, token: int) -> bytes | None:
         """Appends a token. Returns the key of the block that it completes, if it completes one."""
         self._rest.append(token)

@@ -44,6 +44,7 @@ from jaxserve.sched.cache.cache_kinds import HIDDEN
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, SloProblem
 from jaxserve.sched.plan import BatchPlan, InvalidPlan, Join
+from jaxserve.sched.programs.program_table import NO_ANSWER
 from jaxserve.sched.programs.verdict import ProgramVerdict
 from jaxserve.sched.request import Request
 from jaxserve.sched.scheduler import Scheduler
@@ -716,9 +717,13 @@ class StepLoop:
         request = continuation.request
         preemptions = int(self._scheduler.table.preemptions[continuation.row])
         self._release_slot(continuation)
-        length = len(continuation.output_tokens)
+        keys = continuation.block_keys
         self._scheduler.finish(
-            continuation.row, complete=reason in COMPLETE, length=length, now=now
+            continuation.row,
+            complete=reason in COMPLETE,
+            length=len(continuation.output_tokens),
+            now=now,
+            answer=NO_ANSWER if keys is None else keys.answer(len(request.prompt)),
         )
         del self.live[continuation.row]
         siblings = self._by_id[request.id]

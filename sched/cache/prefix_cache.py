@@ -156,10 +156,6 @@ class PrefixCache:
         """How many of the row's blocks have keys."""
         return len(self._keys.get(row, ()))
 
-    def last_key(self, row: int) -> bytes:
-        """Key of the last block of a row that has some."""
-        return self._keys[row][-1].removesuffix(b"R" if self._sides[row] != LEFT else b"")
-
     def knows(self, row: int) -> bool:
         """Whether the row's request was added and has not ended."""
         return row in self._keys

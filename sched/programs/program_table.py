@@ -8,7 +8,7 @@ names, or how many programs it begins, changes nothing for others.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from jaxserve.sched.request import MAX_EXPECTED_CALLS, Request
 from jaxserve.sched.state.request_table import RequestTable
 
 MOST_PROGRAMS = 1 << 14
-"""Silent programs that are kept, 1 to 4 KB each. As many more may have calls running as requests
+"""Silent programs that are kept, 1 to 5 KB each. As many more may have calls running as requests
 may be served."""
 TENANT_SHARE = 0.25
 """Share of them that a tenant may have; without API keys there is one, which may have all."""
@@ -38,7 +38,11 @@ MOST_NAME = 64
 MOST_BEHIND = 1024
 """Full blocks of a prompt behind the answer that it continues."""
 
-Link = tuple[str, str, str | bytes]
+Answer = tuple[bytes, tuple[int, ...]]
+"""Where an output ends: the key of its last full block, and the tokens behind it if that block has
+none of the output."""
+NO_ANSWER: Answer = (b"", ())
+Link = tuple[str, str, str | Answer]
 """Tenant, kind and value of what a later call may continue."""
 
 
@@ -149,6 +153,7 @@ class ProgramTable:
         infers: whether calls that name no program belong to those that they continue.
         silence: seconds after its last call after which a program counts as ended, or longer if its
             tools take longer.
+        block_size: tokens of a block.
 
     Attributes:
         tool_times: learned times of tools.
@@ -162,9 +167,15 @@ class ProgramTable:
     """
 
     def __init__(
-        self, table: RequestTable, *, infers: bool = False, silence: float = SILENCE
+        self,
+        table: RequestTable,
+        *,
+        infers: bool = False,
+        silence: float = SILENCE,
+        block_size: int = 16,
     ) -> None:
         self._table, self._infers, self._silence = table, infers, silence
+        self._block_size = block_size
         self.tool_times, self.call_counts = ToolTimes(), CallCounts()
         self.num_running = self.num_waiting = 0
         self.next_check = math.inf
@@ -176,6 +187,8 @@ class ProgramTable:
         self._expires = np.zeros(0)  # by number
         self._by_id: dict[tuple[str, str], _Program] = {}
         self._by_link: dict[Link, _Program] = {}
+        # By tenant and key of a block: how many links have so many tokens behind it.
+        self._tails: dict[tuple[str, bytes], Counter[int]] = {}
         self._calls: dict[int, _Call] = {}  # by row
         self._several: set[_Program] = set()  # those with several rows
         # Silent programs by tenant, the one whose last call ended first at the front.
@@ -261,14 +274,14 @@ class ProgramTable:
         program.tools = ()
         self.on_pause(pause)
 
-    def end(self, row: int, now: float, *, complete: bool, answer: bytes = b"") -> None:
+    def end(self, row: int, now: float, *, complete: bool, answer: Answer = NO_ANSWER) -> None:
         """Ends a continuation of a call.
 
         Args:
             row: Its row.
             now: When it ended.
             complete: Whether it ended by itself, so that the program may go on from it.
-            answer: Key of its last full block, if that has tokens of its output; b"" for none.
+            answer: Where its output ends.
         """
         call = self._calls.pop(row, None)
         if call is None:
@@ -280,8 +293,8 @@ class ProgramTable:
             self._several.discard(program)
         call.rows -= 1
         call.complete |= complete
-        if answer:
-            self._link(program, (program.tenant, "prefix", answer))
+        if answer != NO_ANSWER:
+            self._link(program, (program.tenant, "answer", answer))
         if call.rows:
             return
         self._count(program, -1)
@@ -442,10 +455,13 @@ class ProgramTable:
     def _find_by_prefix(self, request: Request) -> _Program | None:
         """The program whose answer is part of the prompt, the latest such answer."""
         keys = request.block_keys or ()
-        for key in reversed(keys[-MOST_BEHIND:]):
-            found = self._by_link.get((request.tenant, "prefix", key))
-            if found is not None:
-                return found
+        tenant, prompt = request.tenant, request.prompt
+        for count in range(len(keys), max(len(keys) - MOST_BEHIND, 0), -1):
+            key, behind = keys[count - 1], count * self._block_size
+            for length in sorted(self._tails.get((tenant, key), ()), reverse=True):
+                answer = key, prompt[behind : behind + length]
+                if (found := self._by_link.get((tenant, "answer", answer))) is not None:
+                    return found
         return None
 
     def _new(self, request: Request) -> _Program:
@@ -481,12 +497,28 @@ class ProgramTable:
         """Makes the link lead to the program."""
         if link in program.links:
             program.links.remove(link)
-        elif len(program.links) == MOST_LINKS:
-            self._unlink(program, program.links.pop(0))
+        else:
+            self._count_tail(link, 1)
+            if len(program.links) == MOST_LINKS:
+                self._unlink(program, program.links.pop(0))
         program.links.append(link)
         self._by_link[link] = program
 
+    def _count_tail(self, link: Link, change: int) -> None:
+        """Counts what is behind the block of a link to an answer, which comes or goes."""
+        tenant, _, value = link
+        if isinstance(value, str):
+            return
+        key, tail = value
+        counts = self._tails.setdefault((tenant, key), Counter())
+        counts[len(tail)] += change
+        if not counts[len(tail)]:
+            del counts[len(tail)]
+        if not counts:
+            del self._tails[tenant, key]
+
     def _unlink(self, program: _Program, link: Link) -> None:
+        self._count_tail(link, -1)
         if self._by_link.get(link) is program:  # it may lead to a later one by now
             del self._by_link[link]
 

@@ -105,6 +105,15 @@ def test_a_prompt_that_goes_on_is_a_call_of_the_same_program(on: Engine, watch: 
     assert verdict.end is ProgramEnd.SILENT
 
 
+def test_a_short_answer_is_recognised(on: Engine, watch: Watch) -> None:
+    prompt = [3, 1, 4, 1, 5]
+    answer = send(on, prompt, max_tokens=3, ignore_eos=True)[1].wait().tokens()
+    send(on, [*prompt, answer[0], answer[1] + 1, 6, 7, 8], **SHORT)[1].wait()
+    send(on, [*prompt, *answer, 6, 7, 8], **SHORT)[1].wait()
+    (verdict,) = watch.wait(1)
+    assert verdict.calls == 2 and len(watch.pauses) == 1
+
+
 def test_tools_of_an_answer_lead_to_its_program(on: Engine, watch: Watch) -> None:
     name, stream = send(on, [5, 6, 7], **SHORT)
     stream.wait()

@@ -44,13 +44,14 @@ class Calls:
         tenant: str = "",
         continues: tuple[tuple[str, str], ...] = (),
         keys: tuple[bytes, ...] | None = None,
+        prompt: tuple[int, ...] = (1,),
         **said: Any,
     ) -> int:
         """Begins a call and returns its row; its id is r and its number."""
         program = None if name is None else Program(name, **said)
         request = Request(
             f"r{self.count}",
-            (1,),
+            prompt,
             arrival=now,
             tenant=tenant,
             program=program,
@@ -62,8 +63,16 @@ class Calls:
         self.programs.begin(row, request)
         return row
 
-    def end(self, row: int, now: float, answer: bytes = b"", *, complete: bool = True) -> None:
-        self.programs.end(row, now, complete=complete, answer=answer)
+    def end(
+        self,
+        row: int,
+        now: float,
+        answer: bytes = b"",
+        tail: tuple[int, ...] = (),
+        *,
+        complete: bool = True,
+    ) -> None:
+        self.programs.end(row, now, complete=complete, answer=(answer, tail))
         self.table.remove(row)
 
     def call(self, name: str | None = None, now: float = 0.0, took: float = 1.0, **of: Any) -> None:
@@ -280,6 +289,21 @@ def test_a_call_belongs_to_the_program_whose_answer_its_prompt_contains() -> Non
         assert calls.seen(calls.begin(now=2.0, keys=keys, tenant=tenant), "calls_before") == (0,)
 
 
+def test_short_answers_are_known_by_their_tokens() -> None:
+    """Where the last full block has none of the answer, what is behind it tells."""
+    calls = Calls(infers=True, block_size=4)
+    system = (1, 2, 3, 4)
+    for tail in ((5, 6, 7), (5, 8, 7), (5,)):
+        row = calls.begin(keys=(b"sys",), prompt=(*system, *tail[:-1]))
+        calls.end(row, 1.0, b"sys", tail)
+    starts = []
+    for tail in ((5, 6, 7, 9, 9), (5, 8, 7, 9, 9), (5, 9, 9, 9, 9), (6, 9, 9, 9, 9)):
+        row = calls.begin(now=2.0, keys=(b"sys", b"new"), prompt=(*system, *tail))
+        starts.append((*calls.seen(row, "calls_before"), int(calls.table.program[row])))
+    assert [before for before, _ in starts] == [1, 1, 1, 0]
+    assert len({number for _, number in starts}) == 4
+
+
 def test_a_cache_key_names_a_program_only_if_its_prompt_goes_on() -> None:
     calls, key = Calls(infers=True), (("key", "k"),)
     calls.call(continues=key, keys=(b"sys", b"q1"))
@@ -349,8 +373,10 @@ def test_memory_does_not_grow_with_a_million_ids(monkeypatch: pytest.MonkeyPatch
     calls.programs.on_verdict = lambda verdict: None
     for rounds in (1, 20):
         for number in range(200 * rounds):
-            calls.call(f"{rounds}-{number}", tenant=f"t{number % 3}")
+            row = calls.begin(f"{rounds}-{number}", tenant=f"t{number % 3}")
+            calls.end(row, 1.0, b"%d" % number, (number,))
         calls.programs.note_tools("r0", {"x" * 100: "y" * 10**6})
+        assert len(calls.programs._tails) <= len(calls.programs)
         sizes.append(sum(sys.getsizeof(value) for value in vars(calls.programs).values()))
     assert sizes[1] <= 1.1 * sizes[0]
     assert len(calls.programs.call_counts) == 0, "programs that are forgotten teach nothing"
@@ -382,7 +408,7 @@ def test_each_program_has_one_verdict(events: list[tuple[str, int, bool]]) -> No
             running.setdefault(name, []).append(calls.begin(str(name), now, over=flag))
             begun += 1
         elif kind == "c" and running.get(name):
-            calls.end(running[name].pop(), now, complete=flag)
+            calls.end(running[name].pop(), now, b"key", (now,), complete=flag)
         elif kind == "d":
             calls.programs.expire(now + (10.0 if flag else 0.0))
         else:
@@ -395,4 +421,5 @@ def test_each_program_has_one_verdict(events: list[tuple[str, int, bool]]) -> No
     assert sum(one.calls for one in calls.verdicts) == begun
     assert len(calls.programs) == calls.programs.num_links == calls.programs.num_calls == 0
     assert (calls.programs.num_running, calls.programs.num_waiting) == (0, 0)
+    assert not calls.programs._tails and not calls.programs._by_id and not calls.programs._silent
     assert Counter(one.id for one in calls.verdicts).keys() == {str(name) for name in running}
