@@ -133,6 +133,7 @@ class Scheduler:
             retained = self.cache.retention
             retained.seconds, retained.lost = self._page_seconds, self._lost_seconds
             retained.lives = CacheLives(self.programs)
+            self.programs.on_tools = retained.waits
         self.preemptions = 0
         self.shares = FairShares()
         self._patience, self._trials, self._trial = Patience(), Trials(), False

@@ -107,6 +107,9 @@ class Retention:
     def started(self, waited: float) -> None:
         """A request has started, after so many seconds."""
 
+    def waits(self, program: int) -> None:
+        """It has become known that the program, whose pages nobody reads, waits for a tool."""
+
     def first(self, unread: dict[Page, None]) -> Page:
         """The page to evict. unread: pages of one tenant that nobody reads, at least one, in the
         order in which they became unread; a page comes after those of its tenant behind it."""

@@ -29,6 +29,7 @@ class Ttl(Retention):
         self._back: set[int] = set()  # programs whose next call has come after its time, and waits
         self._loose: dict[int, OrderedDict[Page, None]] = {}  # by tenant: unread pages, not kept
         self._worthless = (-1, 0.0)  # the program that was last asked about in vain, and since when
+        self._ended: dict[int, dict[Page, None]] = {}  # loose ones by program, the last ones first
         self._blocks, self._busy, self._changed = 0, False, False
         self._waited = self._weight = 0.0
 
@@ -64,6 +65,13 @@ class Ttl(Retention):
         self._weight = 1 + _MEMORY * self._weight
         self._waited += (waited - self._waited) / self._weight
 
+    def waits(self, program: int) -> None:
+        """See `Retention`. Answers are read for tools after they have ended."""
+        self._worthless = (-1, 0.0)
+        for page in [*self._ended.get(program, ())]:
+            self.leave(page)
+            self.stay(page)
+
     def made(self, page: Page, by: Reader) -> None:
         """See `Retention`."""
         page.note = _Note(by.program)
@@ -76,8 +84,7 @@ class Ttl(Retention):
         """See `Retention`."""
         pin = self._pin_of(page)
         if pin is None:
-            loose = self._loose.setdefault(page.tenant, OrderedDict())
-            loose[page], page.note.loose = None, loose
+            self._list(page)
             return
         page.note.pin, pin.pages[page] = pin, None
         self._blocks += len(page.ids)
@@ -89,6 +96,10 @@ class Ttl(Retention):
         if note.loose is not None:
             note.loose.pop(page)
             note.loose = None
+            mine = self._ended[note.listed]
+            del mine[page]
+            if not mine:
+                del self._ended[note.listed]
         if note.pin is None:
             return
         del note.pin.pages[page]
@@ -133,9 +144,14 @@ class Ttl(Retention):
         self._changed = True
         for page in reversed(pin.pages):
             page.note.pin, self._blocks = None, self._blocks - len(page.ids)
-            loose = self._loose.setdefault(page.tenant, OrderedDict())
-            loose[page], page.note.loose = None, loose
-            loose.move_to_end(page, last=False)
+            self._list(page).move_to_end(page, last=False)
+
+    def _list(self, page: Page) -> OrderedDict[Page, None]:
+        """Lists a page that is not kept. Returns the list."""
+        loose, note = self._loose.setdefault(page.tenant, OrderedDict()), page.note
+        loose[page], note.loose, note.listed = None, loose, note.program
+        self._ended.setdefault(note.program, {})[page] = None
+        return loose
 
 
 class _Pin:
@@ -161,11 +177,12 @@ class _Note:
         program: Program of its last reader; -1 for none.
         pin: What keeps it; None for nothing.
         loose: Where it is listed; None if it is not.
+        listed: The program under which it is listed there.
     """
 
-    __slots__ = ("loose", "pin", "program")
+    __slots__ = ("listed", "loose", "pin", "program")
 
     def __init__(self, program: int) -> None:
-        self.program = program
+        self.program = self.listed = program
         self.pin: _Pin | None = None
         self.loose: OrderedDict[Page, None] | None = None

@@ -163,6 +163,7 @@ class ProgramTable:
         num_waiting: programs whose next call is expected.
         next_check: when `expire` may next find a program that has fallen silent; inf for never.
         on_verdict: called with each verdict.
+        on_tools: called with the number of a program whose tools become known after its call ended.
         on_pause: called with each time from the end of a program's calls to the next one.
     """
 
@@ -180,6 +181,7 @@ class ProgramTable:
         self.num_running = self.num_waiting = 0
         self.next_check = math.inf
         self.on_verdict: Callable[[ProgramVerdict], None] = lambda verdict: None
+        self.on_tools: Callable[[int], None] = lambda number: None
         self.on_pause: Callable[[float], None] = lambda seconds: None
         self._programs: list[_Program | None] = []  # by number
         self._free: list[int] = []
@@ -340,6 +342,8 @@ class ProgramTable:
             self._link(program, (program.tenant, "tool", call_id))
             if name[:MOST_NAME] not in program.tools and len(program.tools) < MOST_LINKS:
                 program.tools += (name[:MOST_NAME],)
+        if not program.running:
+            self.on_tools(program.number)
 
     # Ends.
 

@@ -33,19 +33,25 @@ def begun(policy: str, blocks: int) -> Drive:
     return Drive(policy, blocks=blocks, max_model_len=256, cost_model=SECOND, **kept)
 
 
-def with_a_tool(blocks: int = 64, policy: str = "continuum") -> tuple[Drive, int]:
+def with_a_tool(
+    blocks: int = 64, policy: str = "continuum", *, later: bool = False
+) -> tuple[Drive, int]:
     """A drive whose program `a` waits for a tool since 1.0, while two requests run. Its free blocks
     when nothing is kept."""
     drive = begun(policy, blocks)
     for _ in range(8):
         drive.scheduler.programs.tool_times.add("", TOOL, TTL)
     row = call(drive, "a", 0.0)
-    drive.scheduler.programs.note_tools("r0", {"id": TOOL})
+    if not later:
+        drive.scheduler.programs.note_tools("r0", {"id": TOOL})
     drive.add(1, 60, arrival=0.0)
     drive.add(1, 60, arrival=0.0)
     drive.step(1.0)
     drive.step(1.0)
     assert drive.ended == [row]
+    if later:
+        assert look(drive, 1.0) == blocks - 2 * 2
+        drive.scheduler.programs.note_tools("r0", {"id": TOOL})
     return drive, blocks - 2 * 2
 
 
@@ -55,8 +61,10 @@ def look(drive: Drive, now: float) -> int:
     return drive.pool.num_free
 
 
-def test_a_cache_does_not_count_as_free_until_its_time_is_over() -> None:
-    drive, free = with_a_tool()
+@pytest.mark.parametrize("later", [False, True])
+def test_a_cache_does_not_count_as_free_until_its_time_is_over(later: bool) -> None:
+    """later: whether its answer is read for tools after it has ended."""
+    drive, free = with_a_tool(later=later)
     assert look(drive, 1.1) == free - 2 * PAGES
     assert look(drive, 1.24) == free - 2 * PAGES
     assert look(drive, 1.26) == free
