@@ -29,6 +29,7 @@ The others come with the extra lab:
     jaxserve bench adapters
     jaxserve bench gpu
     jaxserve bench league
+    jaxserve bench program-league
 
 `plan` and `simulate` have no engine, `context` has no device, `abuse` and `soak` start servers of
 their own. `jaxserve bench COMMAND --help` says more of each.
@@ -84,6 +85,7 @@ LAB_COMMANDS = {
     "adapters": ("bench.kernels.adapters", "what adapters (LoRA) cost a decode step"),
     "gpu": ("bench.kernels.gpu", "everything on a GPU: checks, kernels, OPT-13B end to end"),
     "league": ("experiments.league.cli", "all policies on all workloads: docs/league.md"),
+    "program-league": ("experiments.programs.cli", "policies on programs: docs/programs.md"),
 }
 """Commands of the lab: the module in it, which has a parse(argv) and a show(args) and is imported
 when it is named, and what they do."""

@@ -19,7 +19,8 @@ from jaxserve_lab.experiments.common.figures import Panel, bars, chart
 from jaxserve_lab.experiments.common.runs import C, N, Results
 
 TEMPLATE = "page.md.j2"
-BEGIN, END = "<!-- begin: python -m jaxserve_lab.experiments.{} --parts={} -->\n", "<!-- end -->"
+PART = "python -m jaxserve_lab.experiments.{} --parts={}"
+BEGIN, END = f"<!-- begin: {PART} -->\n", "<!-- end -->"
 NUMBERS = "[{name}.json](figures/{name}.json) has the numbers of every run, under {rules}"
 
 
@@ -230,7 +231,13 @@ def write_part(page: Path, experiment: str, name: str, part: str) -> None:
     Raises:
         ValueError: The page has no such markers.
     """
-    text, mark = page.read_text(encoding="utf-8"), BEGIN.format(experiment, name)
+    write_between(page, PART.format(experiment, name), part)
+
+
+def write_between(page: Path, command: str, part: str) -> None:
+    """Puts a part between the markers of the command that makes it. ValueError if the page has no
+    such markers."""
+    text, mark = page.read_text(encoding="utf-8"), f"<!-- begin: {command} -->\n"
     before, begin, rest = text.partition(mark)
     _, end, after = rest.partition(END)
     if not (begin and end):
