@@ -37,8 +37,8 @@ PRICES = dataclasses.replace(
 )
 # With code of their own.
 OWN = (
-    *("accelgen", "aptserve", "bros", "fairbatching", "fastserve", "goodput", "oracle"),
-    *("qoserve", "round_robin", "slidingserve"),
+    *("accelgen", "aptserve", "autellix", "bros", "continuum", "fairbatching", "fastserve"),
+    *("goodput", "hexagent", "oracle", "qoserve", "round_robin", "slidingserve", "thunderagent"),
 )
 PLAIN = [name for name in policies() if not name.startswith(OWN)]
 VARIED = [
