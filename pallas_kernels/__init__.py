@@ -22,9 +22,14 @@ from jaxserve.pallas_kernels.backends import (
     get_backend,
     resolve_backend,
     select_backend,
+    unsupported,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul, quantized_grouped_matmul
+from jaxserve.pallas_kernels.grouped_matmul import (
+    grouped_matmul,
+    head_matmul,
+    quantized_grouped_matmul,
+)
 from jaxserve.pallas_kernels.hidden import HiddenProjection, project
 from jaxserve.pallas_kernels.low_rank import add_low_rank, skips_columns
 from jaxserve.pallas_kernels.move import (
@@ -85,6 +90,7 @@ __all__ = [
     "get_backend",
     "grouped_matmul",
     "has_skinny_matmul",
+    "head_matmul",
     "in_fixed_batches",
     "layer_norm",
     "log_sum_exp",
@@ -112,5 +118,6 @@ __all__ = [
     "stage_out",
     "staged_vectors",
     "staging_shape",
+    "unsupported",
     "write",
 ]

@@ -139,6 +139,7 @@ def plan_attention(
     *,
     kind: int = KV,
     sliding_window: int | None = None,
+    halves: int = 0,
     decode_only: bool,
     backend: str = "xla",
     mesh: Mesh | None = None,
@@ -151,6 +152,7 @@ def plan_attention(
         num_heads: Query heads, over all shards.
         kind: KV to plan for `paged_attention`, HIDDEN for `projected_attention`.
         sliding_window: As in `paged_attention`.
+        halves: As in `paged_attention`.
         decode_only: As in `paged_attention`.
         backend: As for `get_backend`.
         mesh: The mesh that attention will run on.
@@ -178,6 +180,7 @@ def plan_attention(
         num_heads // shards,
         sliding_window=sliding_window,
         decode_only=decode_only,
+        **({"halves": halves} if halves else {}),
     )
 
 
@@ -234,6 +237,7 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
     both_ways: bool = False,
+    halves: int = 0,
     decode_only: bool,
     plan: Any = None,
     backend: str = "xla",
@@ -246,7 +250,7 @@ def paged_attention(
     reads kv head h // (num_heads // kv_heads). Sums are in float32.
 
     Args:
-        q: [T, num_heads, head_dim].
+        q: [T, num_heads, head_dim], or [T, num_heads, 2 * head_dim] with `halves`.
         pool: [layers, blocks, kv_heads, block_size, head_dim].
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
@@ -257,31 +261,40 @@ def paged_attention(
             sinks of Xiao et al. 2023, section 3.3); None for none.
         both_ways: Tokens see all of the context, or a window on both sides; else attention is
             causal. Only if `Backend.both_ways`.
+        halves: A token's key is its K and V side by side, and its value are the first so many
+            elements of each (absorbed latent attention, DeepSeek-V2, section 2.1.2). Only if
+            `Backend.halves`. 0: K is the key, and V the value.
         decode_only: T == R, and token i is row i's only token.
         plan: From `plan_attention`; None to make it here.
         backend: As for `get_backend`.
         mesh: Shards heads over its axis "tensor"; None for one device.
 
     Returns:
-        Shape and dtype of q; zeros for padding tokens and those of hidden rows.
+        [T, num_heads, head_dim], or [T, num_heads, 2 * halves], in q's dtype; zeros for padding
+        tokens and those of hidden rows.
 
     Raises:
         ValueError: A wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
-    checks.check_queries(q, batch, pool.shape[4])
+    checks.check_queries(q, batch, (2 if halves else 1) * pool.shape[4])
     checks.check_decode_only(batch, decode_only)
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {pool.shape[2]}")
     if sinks is not None and sinks.shape != q.shape[1:2]:
         raise ValueError(f"sinks: want [num_heads] = {q.shape[1:2]}, got {sinks.shape}")
+    if not 0 <= halves <= pool.shape[4]:
+        raise ValueError(f"halves: must be at most head_dim = {pool.shape[4]}, got {halves}")
+    if halves and (not get_backend(backend).halves or isinstance(pool, ScaledPool)):
+        raise ValueError(f"halves: {backend} has no such attention over a pool of {pool.dtype}")
     if plan is None:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
+        masks["halves"] = halves
         plan = plan_attention(pool, batch, q.shape[1], backend=backend, mesh=mesh, **masks)
     if both_ways and not get_backend(backend).both_ways:
         raise ValueError(f"both_ways: {backend} has no such attention")
-    scoring = Scoring(scale, sliding_window, soft_cap, both_ways)
+    scoring = Scoring(scale, sliding_window, soft_cap, both_ways, halves)
     attend = partial(get_backend(backend).attend, scoring=scoring, decode_only=decode_only)
 
     def shard(sinks: jax.Array | None, *arguments: Any) -> jax.Array:

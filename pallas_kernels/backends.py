@@ -19,19 +19,23 @@ from jaxserve.pallas_kernels.batch import KV
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How products q . k become scores, see `attention.paged_attention`.
+    """What a token's keys and values are, and how products q . k become scores, see
+    `attention.paged_attention`.
 
     Attributes:
         scale: Factor of the products.
         sliding_window: Positions that a token sees, its own included; None for all.
         soft_cap: Bound of tanh capping; None for no cap.
         both_ways: Whether tokens also see later tokens of the step's context.
+        halves: Leading elements of K, and of V, that are a token's value; K and V side by side are
+            its key. 0: K is the key, and V the value.
     """
 
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
     both_ways: bool = False
+    halves: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +49,7 @@ class KernelShape:
         block_size: Tokens of a block.
         dtype: Dtype of the pool.
         sinks: Whether heads have sinks, see `attention.paged_attention`.
+        halves: See `Scoring`.
     """
 
     num_heads: int
@@ -53,6 +58,7 @@ class KernelShape:
     block_size: int
     dtype: DTypeLike
     sinks: bool = False
+    halves: int = 0
 
 
 class ScaleOps(NamedTuple):
@@ -99,7 +105,7 @@ class Backend:
             shape.
         plan: (kind, batch, pool's shape, pool's dtype, num_heads, *, sliding_window, decode_only)
             -> the plan, a tree of arrays that serves all layers of a step: of kind KV for `attend`,
-            of HIDDEN for `projected`.
+            of HIDDEN for `projected`. With `halves` it is given those, too, if there are any.
         plan_absorbed: (batch, pool's shape, pool's dtype, num_heads, *, sliding_window) -> the plan
             for `absorbed`.
         plan_write: (batch, pool's shape, pool's dtype, *, hidden) -> the plan for `write`. hidden:
@@ -152,6 +158,8 @@ class Backend:
             they only depend on the kind of device.
         xla_options: Names and values of XLA's options for steps with its kernels.
         both_ways: `attend` takes such scoring.
+        halves: `attend` takes such scoring, with one KV head a shard and a pool without scales.
+            Its result is then [T, H, 2 * halves].
         decode_group: Rows that decodes read together, sorted by length: each costs as much as the
             longest.
         decode_chunk: Approximate tokens of K and V that such a group reads at once.
@@ -188,6 +196,7 @@ class Backend:
     built_for: Callable[[], str] | None = None
     xla_options: tuple[tuple[str, Any], ...] = ()
     both_ways: bool = False
+    halves: bool = False
     decode_group: int = 1
     decode_chunk: int = 1
 
@@ -281,7 +290,7 @@ def rivals(usual: str, shape: KernelShape) -> Rivals | None:
     found = RIVALS.get(usual)
     if found is None or _misplaced(found.both) is not None:
         return None
-    return found if get_backend(found.both).supports(KV, shape) is None else None
+    return found if unsupported(get_backend(found.both), KV, shape) is None else None
 
 
 def deterministic_backend(name: str) -> str | None:
@@ -351,6 +360,13 @@ def compiling_for(name: str) -> Iterator[None]:
         _COMPILING.reset(token)
 
 
+def unsupported(backend: Backend, kind: int, shape: KernelShape) -> str | None:
+    """Why a backend's kernels of this cache kind cannot run that shape; None if they can."""
+    if shape.halves and not backend.halves:
+        return "it has no kernels for latent caches"
+    return backend.supports(kind, shape)
+
+
 def select_backend(name: str, kinds: tuple[int, ...], shape: KernelShape) -> tuple[str, str | None]:
     """Chooses the backend for a model.
 
@@ -374,7 +390,7 @@ def select_backend(name: str, kinds: tuple[int, ...], shape: KernelShape) -> tup
     if name == "auto" and chosen == "xla":
         return chosen, _unusable()
     for kind in kinds:
-        reason = get_backend(chosen).supports(kind, shape)
+        reason = unsupported(get_backend(chosen), kind, shape)
         if reason is None:
             continue
         if name == "auto":

@@ -1,4 +1,4 @@
-"""Products of rows with the weights of their own group: a mixture's experts."""
+"""Products of rows with the weights of their own group: a mixture's experts, or heads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.backends import platform_backend
+from jaxserve.pallas_kernels.rowwise.fixed_batches import in_fixed_batches
 
 
 def grouped_matmul(
@@ -73,3 +74,38 @@ def quantized_grouped_matmul(
     choose = platform_backend().quantized_grouped_matmul
     kernel = choose and choose(x, q, scale, transposed=transposed)
     return None if kernel is None else kernel(x, q, scale, zero, group_sizes)
+
+
+def head_matmul(
+    x: jax.Array, weights: jax.Array, *, transposed: bool = False, alone: bool = True
+) -> jax.Array:
+    """Multiplies each head of every token with the head's own weights. x is rounded to the weights'
+    dtype, sums are in float32. On a batch-invariant platform a token's result does not depend on
+    other tokens.
+
+    Args:
+        x: [T, heads, in].
+        weights: [heads, in, out], bfloat16, float16 or float32.
+        transposed: the weights are [heads, out, in].
+        alone: whether one device has all of the weights.
+
+    Returns:
+        [T, heads, out], in the dtype of x.
+    """
+    tokens, heads, inputs = x.shape
+    platform, dtype = platform_backend(), x.dtype
+    choose = platform.grouped_matmul if alone and platform.batch_invariant else None
+    kernel = choose and choose(weights, transposed=transposed)
+    x = x.astype(weights.dtype)
+    if kernel is not None:
+        rows = x.transpose(1, 0, 2).reshape(-1, inputs)
+        y = kernel(rows, weights, jnp.full(heads, tokens, jnp.int32))
+        return y.reshape(heads, tokens, -1).transpose(1, 0, 2).astype(dtype)
+    axes = "thi,hoi->tho" if transposed else "thi,hio->tho"
+    # XLA's CPU compiler, where x is wider, has no such product of 16 by 16 bits.
+    x, weights = x.astype(dtype), weights.astype(dtype)
+
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.einsum(axes, x, weights, preferred_element_type=jnp.float32)
+
+    return (in_fixed_batches(product, x) if alone else product(x)).astype(dtype)

@@ -158,13 +158,22 @@ def paged_attention(
         pool: [layers, blocks, kv_heads, block_size, head_dim].
         layer: Index of the layer.
         batch: The step's rows and tokens.
-        **options: scale, sliding_window, soft_cap, sinks, and the dtype to compute in.
+        **options: scale, sliding_window, soft_cap, sinks, halves, and the dtype to compute in.
 
     Returns:
-        [T, H, D]; zeros for padding tokens and those of hidden rows.
+        [T, H, D], or [T, H, 2 * halves]; zeros for padding tokens and those of hidden rows.
     """
-    planes = (KV, batch.num_rows, lambda cached: (cached(0), cached(1)))
-    return _attend(q, pool, layer, batch, *planes, **options)
+    halves = options.pop("halves", 0)
+
+    def read(cached: Callable[[int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        both = cached(0), cached(1)
+        whole = np.concatenate(both, axis=-1)
+        return (whole, whole) if halves else both
+
+    out = _attend(q, pool, layer, batch, KV, batch.num_rows, read, **options)
+    if not halves:
+        return out
+    return np.concatenate([half[..., :halves] for half in np.split(out, 2, axis=-1)], axis=-1)
 
 
 def absorbed_attention(

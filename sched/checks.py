@@ -14,6 +14,7 @@ from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, CacheKind, Direction
 from jaxserve.sched.cache.kv_offload import Segment
 from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.windowed_pool import WindowedPool
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -57,6 +58,7 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     holders = after.holders + int(np.count_nonzero(waiting))
     _demand(holders <= limits.max_rows, "more requests than max_rows hold cache")
     needed = view.pool.needed(rows, plan.reserve, plan.kinds, after.held, after.kind)
+    needed = needed + after.set_aside(rows, plan.reserve)
     _demand(needed.sum() <= after.free, "more blocks than are free")
     offered = view.rho is not None or not hidden.any()
     _demand(offered, "hidden caches are planned where there are none")
@@ -66,6 +68,8 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     stays_hidden = running & ~hidden & (kind == HIDDEN)
     _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ProjectToKV")
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
+    right = plan.directions is not None and plan.directions.any()
+    _demand(after.windowed is None or not right, "a cache with a window is filled from the right")
     own = after.owned(rows, computed, computed + tokens)
     _demand(own, "a row would write into blocks that it shares; copy them")
     _demand(after.whole(rows), "a row whose cache is partly on the host is planned")
@@ -124,6 +128,9 @@ class _After:
         if self.shares and changes:
             self.refs, self.owners, self.at = map(np.copy, (self.refs, self.owners, self.at))
         self.cap = own(self.pool.cap)
+        self.windowed = self.pool if isinstance(self.pool, WindowedPool) else None
+        # What rows hold in groups with a window begins there.
+        self.first = np.zeros(0) if self.windowed is None else own(self.windowed.first)
         self.free = self.pool.num_free
         self.host_free = self.host.num_free
         self.holders = len(self.table.in_state(RUNNING))
@@ -145,12 +152,19 @@ class _After:
                     self.owners[ids, side], self.at[ids, side] = row, index
             self.held[row] = self.known[row] = len(chain)
             self.direction[row] = cache.side(row)
+            if self.windowed is not None:
+                self._begin_windows(self.windowed, row, len(chain) * self.pool.block_size)
         for at in np.flatnonzero(np.isin(self.plan.rows, rows)).tolist():
             kind, side = _start_of(self.plan, at)
             same = kind == self.kind[self.plan.rows[at]]
             _demand(same, "a found prefix is planned as a cache of the other kind")
             same = side == self.direction[self.plan.rows[at]]
             _demand(same, "a found prefix is planned to be filled from the other side")
+
+    def _begin_windows(self, pool: WindowedPool, row: int, computed: int) -> None:
+        """A row begins with so many cached tokens, for which it has blocks in `held`."""
+        self.first[row] = pool.groups.behind(computed, pool.block_size)
+        self.free -= int(pool.set_aside(self.first[row], self.held[row]))
 
     def preempt(self, op: Preempt) -> None:
         rows, keep = op.rows, op.keep
@@ -166,6 +180,8 @@ class _After:
         stay = np.minimum(blocks_a_plane(keep, self.pool.block_size), self.held[rows])
         for row, kept, blocks in _triples(rows, keep, stay):
             self._give_back(row, self.pool.blocks_of(row)[:, blocks:].ravel())
+            if self.windowed is not None:
+                self._cut_windows(self.windowed, row, kept, blocks)
             self._cut(row, kept)
             self.cap[row, blocks:] = self.pool.block_size
             if blocks and kept - (blocks - 1) * self.pool.block_size <= self.cap[row, blocks - 1]:
@@ -175,6 +191,13 @@ class _After:
         self.state[rows[whole]] = WAITING
         self.computed[rows], self.held[rows], self.known[rows] = keep, stay, stay
         self.kind[rows[whole]], self.direction[rows[whole]] = KV, LEFT
+
+    def _cut_windows(self, pool: WindowedPool, row: int, kept: int, blocks: int) -> None:
+        _attempt(pool.check_keeps, row, kept)
+        first, held = self.first[row], self.held[row]
+        self.free += int(pool.set_aside(first, held) - pool.set_aside(first, max(blocks, first)))
+        if not kept:
+            self.first[row] = 0
 
     def to_kv(self, op: ProjectToKV) -> None:
         rows = op.rows
@@ -190,6 +213,7 @@ class _After:
         self.kind[rows], self.changed[rows] = CacheKind.KV, True
 
     def copy(self, op: Copy) -> None:
+        _demand(self.windowed is None, "blocks of layers with a window are copied")
         before = []
         for row, index in zip(op.rows.tolist(), op.index.tolist(), strict=True):
             _demand(self.state[row] == RUNNING, "a block of a row without cache is copied")
@@ -213,6 +237,8 @@ class _After:
             _demand(self.state[row] == RUNNING, "a row without cache is checkpointed")
             inside = 0 <= first < end <= self.computed[row]
             _demand(inside, "tokens that are not cached are checkpointed")
+            whole = not first and end == self.computed[row]
+            _demand(whole or self.windowed is None, "a cache with a window is checkpointed in part")
             mine = self._on_host(row)
             there = any(s.first < end and first < s.end for s in mine.values())
             _demand(not there, "tokens that are on the host already are checkpointed")
@@ -225,7 +251,7 @@ class _After:
             mine[first] = Segment(0, first, end, kind, side)
             index = np.arange(first // size, last + 1)
             self.cap[row, index] = np.maximum(first - index * size, 0)
-            self.host_free -= mine[first].slots
+            self.host_free -= self.host.slots(mine[first])
             _demand(self.host_free >= 0, "more is checkpointed than host memory holds")
 
     def restore(self, op: Restore) -> None:
@@ -253,7 +279,7 @@ class _After:
                 _demand(filled, "missing tokens of a block are not restored in order")
                 self._extend(row, segment)
             self.changed[row] = True
-            self.host_free += segment.slots
+            self.host_free += self.host.slots(segment)
         # A row that leaves its slots later in this plan would take restored tokens along.
         clear = self.apart(op.rows[:0], op.rows[:0])
         _demand(clear, "a checkpoint is restored over tokens of the other owner of a block")
@@ -277,8 +303,12 @@ class _After:
         blocks = blocks_a_plane(segment.end, self.pool.block_size)
         self.held[row] = max(self.held[row], blocks)
         self.computed[row] = segment.end
+        if self.windowed is not None:
+            self._begin_windows(self.windowed, row, segment.end)
+            _demand(self.free >= 0, "more blocks than are free")
 
     def join(self, op: Join) -> None:
+        _demand(self.windowed is None, "blocks of layers with a window are lent")
         row, at = op.row, np.flatnonzero(self.plan.rows == op.row)
         if self.state[row] == WAITING and len(at) == 1 and not self.lost[row]:
             self._open(row, *_start_of(self.plan, int(at[0])))
@@ -292,6 +322,15 @@ class _After:
         self.held[row] = held + len(blocks)
         self.changed[row] = True
 
+    def set_aside(self, rows: np.ndarray, tokens: np.ndarray) -> Any:
+        """Further blocks that are set aside for these rows once they have room for so many
+        tokens."""
+        if self.windowed is None:
+            return 0
+        first, held = self.first[rows], self.held[rows]
+        more = np.maximum(blocks_a_plane(tokens, self.pool.block_size), held)
+        return self.windowed.set_aside(first, more) - self.windowed.set_aside(first, held)
+
     def owned(self, rows: np.ndarray, first: np.ndarray, end: np.ndarray) -> bool:
         """Whether each row may write its tokens from first[i] to end[i] (exclusive): whether the
         row owns their blocks on its side, or they have been copied."""
@@ -301,7 +340,7 @@ class _After:
         last = np.minimum(blocks_a_plane(end, pool.block_size), self.known[rows])
         while (inside := index < last).any():
             rows, index, last = rows[inside], index[inside], last[inside]
-            ids, side = pool.tables[rows, :, index], self.direction[rows, None]
+            ids, side = pool.tables[rows, :2, index], self.direction[rows, None]
             ok = (self.refs[ids] == 1) | (self.owners[ids, side] == rows[:, None])
             ok[:, 1] |= pool.kind[rows] == HIDDEN  # hidden caches have no second plane
             bad = ~ok.all(axis=1)
@@ -353,7 +392,7 @@ class _After:
                 keep = segment.end
             elif segment.first > keep:
                 del mine[segment.first]
-                self.host_free += segment.slots
+                self.host_free += self.host.slots(segment)
 
     def _take(self, blocks: int) -> None:
         self.free -= blocks

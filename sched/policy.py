@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import LEFT, CacheKind
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
@@ -175,7 +174,7 @@ class View:
             float(self.step_time(BatchFeatures(0, 0, 0, 0, 0, 0, 0, loaded_slots=slots)))
             for slots in (_MANY_SLOTS, 2 * _MANY_SLOTS)
         )
-        return np.asarray(2 * slots_for(tokens, kinds) * ((more - less) / _MANY_SLOTS))
+        return np.asarray(2 * self.host.slots_for(tokens, kinds) * ((more - less) / _MANY_SLOTS))
 
     def refill_time(self, tokens: np.ndarray, chunk: int | None = None) -> np.ndarray:
         """Seconds to compute these tokens of a request again, in steps of its own.
@@ -221,6 +220,8 @@ class Policy(abc.ABC):
         takes several at once.
         speculates: Whether the scheduler adds drafted tokens to its decodes (the variant `+spec`,
         `sched/speculation/`).
+        keeps_programs: Whether it counts on a retention that keeps caches while tools run
+        (`Retention.by_program`). A start without one warns.
     """
 
     chunked: bool = True
@@ -233,6 +234,7 @@ class Policy(abc.ABC):
     counts_blocks: bool = False
     steady: bool = False
     speculates: bool = False
+    keeps_programs: bool = False
 
     def queue_priority(self, requests: Any, now: float) -> Any:
         """A number for each request: among waiting ones, the smallest is served first, as far as

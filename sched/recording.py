@@ -18,20 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
+from jaxserve.sched.cache.window_groups import WindowGroups
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.json_records import is_count, is_number, read_record
 from jaxserve.sched.policy import Limits
 
-FORMAT = 10
+FORMAT = 11
 _NO_DRAFTS = {"step": 2, "end": 4, "features": 1}
 FEWER = {  # columns that events had in older formats
-    9: {"arrival": 2},
-    8: {"arrival": 3, "features": 1},
-    7: {"arrival": 3, **_NO_DRAFTS},
-    6: {"arrival": 5, **_NO_DRAFTS},
-    5: {"arrival": 6, **_NO_DRAFTS},
-    4: {"arrival": 7, **_NO_DRAFTS},
+    10: {"arrival": 2},
+    9: {"arrival": 4},
+    8: {"arrival": 5, "features": 1},
+    7: {"arrival": 5, **_NO_DRAFTS},
+    6: {"arrival": 7, **_NO_DRAFTS},
+    5: {"arrival": 8, **_NO_DRAFTS},
+    4: {"arrival": 9, **_NO_DRAFTS},
 }
 FEATURES = BatchFeatures._fields
 _LATER_FEATURES = max(less.get("features", 0) for less in FEWER.values())
@@ -61,10 +63,12 @@ class Arrival(NamedTuple):
         prompt.
         prefix_len: Length of that prefix in tokens; 0 if there is none.
         adapter: Number of its adapter, from 1 in the order in which they came; 0 for none.
-        program: Number of the program that it names, from 1 in the order in which they came; 0 for
-            none.
+        program: Number of its program, from 1 in the order in which they began; 0 for none.
         program_deadline: Seconds from the program's first arrival to the end of its last call, None
             for none.
+        named: 0 or 1, whether calls name the program. Otherwise it is one only if it has several.
+        tool: Number of the tool, or tools, that ran since the program's last call, from 1 in the
+            order in which they came; 0 for none.
     """
 
     number: int
@@ -86,6 +90,8 @@ class Arrival(NamedTuple):
     adapter: int = 0
     program: int = 0
     program_deadline: float | None = None
+    named: int = 1
+    tool: int = 0
 
 
 class Step(NamedTuple):
@@ -194,6 +200,7 @@ class Header:
         padding: The shapes that it rounds batches up to.
         prefix_caching: Whether requests reused cached prefixes.
         drafters: Names of its drafters.
+        groups: Its groups of layers with a window; None if blocks behind windows were kept.
     """
 
     began: str
@@ -219,6 +226,7 @@ class Header:
     prefix_caching: bool = False
     retention: str = "lru"
     drafters: tuple[str, ...] = ()
+    groups: WindowGroups | None = None
 
     @property
     def limits(self) -> Limits:

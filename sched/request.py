@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import json
+import math
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ MAX_CHOICES = 1024
 MAX_PROGRAM_ID = 128  # characters
 MAX_EXPECTED_CALLS = 10_000
 LEAST_VALUE, MOST_VALUE = 1e-3, 1e3
+_LONG = 10**40  # integers that are named by the number of their digits
 _MOST = sys.float_info.max  # an integer may be larger, but could not become a float
 MIN_REPETITION_PENALTY = 1e-6
 """Logits are divided by it; with much less there is no float32 for the result."""
@@ -99,7 +101,8 @@ class SLO:
         for name in ("ttft", "tbt", "jct", "max_tbt"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= _MOST:
-                raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+                problem = f"must be a positive, finite time, got {_shown(value)}"
+                raise InvalidRequest(f"slo.{name}", problem)
 
     def with_max_tbt(self) -> SLO:
         """The targets with the default of `max_tbt` filled in, if there is one."""
@@ -398,7 +401,7 @@ class Program:
         if not self.id.isprintable():  # it is logged and encoded
             raise InvalidRequest("program", "has characters that cannot be printed")
         if self.deadline is not None and not 0 < self.deadline <= _MOST:
-            problem = f"must be a positive time, got {self.deadline}"
+            problem = f"must be a positive, finite time, got {_shown(self.deadline)}"
             raise InvalidRequest("program.deadline", problem)
         if self.expected_calls is not None:
             _in_range("expected_calls", self.expected_calls, 0, MAX_EXPECTED_CALLS)
@@ -522,7 +525,7 @@ def validate(
                 raise InvalidRequest(name, f"token ids are integers, got {kind.__name__}")
         bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
         if bad is not None:
-            raise InvalidRequest(name, f"token id {bad} is outside 0..{vocab_size - 1}")
+            raise InvalidRequest(name, f"token id {_shown(bad)} is outside 0..{vocab_size - 1}")
 
 
 def too_many_tokens(length: int, most: int) -> ContextLengthExceeded:
@@ -534,9 +537,17 @@ def too_many_tokens(length: int, most: int) -> ContextLengthExceeded:
 
 
 def _in_range(name: str, value: float, low: float, high: float | None) -> None:
-    if not low <= value <= (_MOST if high is None else high):
-        below = "" if high is None else f" and at most {high:g}"
-        raise InvalidRequest(name, f"must be at least {low:g}{below}, got {value}")
+    most = _MOST if high is None else high
+    if not low <= value <= most:
+        below = "" if high is None and not value > most else f" and at most {most:g}"
+        raise InvalidRequest(name, f"must be at least {low:g}{below}, got {_shown(value)}")
+
+
+def _shown(value: float) -> str:
+    """The number, or how many digits it has."""
+    if isinstance(value, int) and abs(value) >= _LONG:
+        return f"a number of {int(math.log10(abs(value))) + 1} digits"
+    return str(value)
 
 
 def at_most_entries(name: str, count: int, limit: int) -> None:

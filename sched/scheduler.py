@@ -21,6 +21,9 @@ from jaxserve.sched.cache.host_pages import HostPages
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.cache.retention import Retention
+from jaxserve.sched.cache.window_groups import WindowGroups, kept_slots
+from jaxserve.sched.cache.windowed_pool import WindowedPool
+from jaxserve.sched.cache.windowed_prefix_cache import WindowedPrefixCache
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
@@ -54,11 +57,14 @@ from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Sa
 _NOBODY = np.zeros(0, np.int64)
 
 
-def request_bytes(max_model_len: int, block_size: int) -> int:
+def request_bytes(max_model_len: int, block_size: int, groups: WindowGroups | None = None) -> int:
     """Memory of a scheduler for each request of its capacity, present or not: a row of the table,
-    and one of the pool's with the ids of all blocks that it may hold."""
+    and one of the pool's with the ids of all blocks that it may hold. groups: see `Scheduler`."""
     width = blocks_a_plane(max_model_len, block_size)
-    columns = [*vars(RequestTable(1)).values(), *vars(BlockPool(0, block_size, 1, width)).values()]
+    pool = BlockPool(0, block_size, 1, width)
+    if groups is not None:
+        pool = WindowedPool(0, block_size, 1, width, groups=groups, ahead=1)
+    columns = [*vars(RequestTable(1)).values(), *vars(pool).values()]
     return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
 
@@ -79,6 +85,8 @@ class Scheduler:
         (`sched/cache/prefix_cache.py`).
         retention: Which of these are kept; None for `lru`.
         checked: Whether every plan is checked before it is booked.
+        groups: The groups of layers with a window, which keep no more than it; None for none. Then
+            pages do not go to host memory.
         infer_programs, program_silence: See `ProgramTable`.
     """
 
@@ -100,18 +108,23 @@ class Scheduler:
         rho: float | None = None,
         projects: bool = False,
         checked: bool = True,
+        groups: WindowGroups | None = None,
         infer_programs: bool = False,
         program_silence: float = SILENCE,
     ) -> None:
         width = blocks_a_plane(max_model_len, block_size)
-        self.policy, self.checked = policy, checked
+        self.policy, self.checked, self.groups = policy, checked, groups
         self.table = self._make_table(capacity)
         self.programs = ProgramTable(
             self.table, infers=infer_programs, silence=program_silence, block_size=block_size
         )
         self.host = HostMemory(host_slots, capacity)
+        if groups is not None:
+            kept = functools.partial(kept_slots, block_size=block_size, groups=groups)
+            self.host = HostMemory(host_slots, capacity, kept)
         hidden = policy.hybrid_cache and rho is not None
         self.cache = self._make_cache(block_size, retention, hidden) if prefix_caching else None
+        self._ahead = limits.max_batch_tokens
         self.pool = self._make_pool(num_blocks, block_size, capacity, width)
         self.pool.cache = self.cache
         self._lengths = Oracle(capacity)
@@ -147,12 +160,17 @@ class Scheduler:
         return RequestTable(capacity)
 
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
-        return BlockPool(num_blocks, block_size, capacity, width)
+        if self.groups is None:
+            return BlockPool(num_blocks, block_size, capacity, width)
+        own: dict[str, Any] = {"groups": self.groups, "ahead": self._ahead}
+        return WindowedPool(num_blocks, block_size, capacity, width, **own)
 
     def _make_cache(
         self, block_size: int, retention: Retention | None, hidden: bool
     ) -> PrefixCache:
         memory, rows, host = self.host, self.table.capacity, None
+        if self.groups is not None:
+            return WindowedPrefixCache(rows, retention, groups=self.groups, block_size=block_size)
         if memory.capacity and not self.policy.two_sided:
             host = HostPages(memory, int(slots_for(block_size)), self._least_depth)
         return PrefixCache(rows, retention, host, hidden=hidden)
@@ -393,6 +411,8 @@ class Scheduler:
             for row in rows[self.host.tokens[rows] > 0].tolist():
                 self.host.release(row)  # whatever it does not restore is computed again
         self.pool.grow_all(rows, plan.reserve)
+        if self.groups is not None:
+            self.pool.reach(rows, table.computed[rows], table.computed[rows] + plan.num_tokens)
         if self.cache is not None and self.cache.host is not None:
             self._move_pages(self.cache, self.cache.host, arriving, moves)
         start, before = table.computed[rows], table.generated[rows]
@@ -541,6 +561,8 @@ class Scheduler:
         reused at once."""
         table = self.table
         self._register_again()
+        if self.groups is not None:
+            self.pool.slide(step.rows, table.computed[step.rows])
         done = step.rows[step.generated >= table.max_tokens[step.rows]]
         if len(done):
             self.pool.release_all(done)
@@ -727,6 +749,7 @@ class Scheduler:
             table.computed[longer] = end[further]
             longer = longer[_firsts(longer)]
             pool.grow_all(longer, table.computed[longer])
+            pool.reach(longer, table.computed[longer], table.computed[longer])
         if self.cache is not None:  # they were forgotten when they left
             for row in rows[_firsts(rows)].tolist():
                 begin = int(first[rows == row].min()) // pool.block_size

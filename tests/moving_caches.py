@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
+from jaxserve.sched.cache.windowed_pool import WindowedPool
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -77,7 +78,9 @@ class MovingCaches(Policy):
         out: set[int],
     ) -> None:
         one, cached, lot = np.array([row]), int(computed[row]), self._rng.random()
-        first = int(self._rng.integers(0, cached))
+        first, windowed = int(self._rng.integers(0, cached)), isinstance(view.pool, WindowedPool)
+        if isinstance(view.pool, WindowedPool):
+            first = self._kept(view.pool, row, cached) if lot >= 0.12 else 0
         taken = any(s.end > first for s in view.host.segments(row))
         if lot < 0.12 and not taken:  # the end of the cache, or all of it, goes to the host
             operations.append(Checkpoint(one, np.array([first]), np.array([cached])))
@@ -90,7 +93,7 @@ class MovingCaches(Policy):
                 operations.append(Preempt(one, np.array([first])))
                 computed[row] = first
                 self.did["cut"] += 1
-        elif lot < 0.36:
+        elif lot < 0.36 and not windowed:
             index = int(self._rng.integers(0, view.pool.held[row]))
             operations.append(Copy(one, np.array([index])))
             self.did["copy"] += 1
@@ -98,6 +101,11 @@ class MovingCaches(Policy):
             operations.append(ProjectToKV(one))
             kinds[row] = KV
             self.did["to_kv"] += 1
+
+    def _kept(self, pool: WindowedPool, row: int, cached: int) -> int:
+        """Tokens to which the row can go back; 0 if it cannot."""
+        least = int(pool.first[row]) * pool.block_size + pool.groups.window - 1
+        return int(self._rng.integers(least, cached)) if 0 < least < cached else 0
 
     def _batch(
         self,
@@ -121,5 +129,5 @@ class MovingCaches(Policy):
         fresh = starts & (computed[picked] == 0)
         hidden = (table.seq[picked] + table.preemptions[picked]) % 2 * (view.rho is not None)
         kind = np.where(fresh, hidden, kinds[picked]).astype(np.int64)
-        side = table.seq[picked] // 2 % 2
+        side = table.seq[picked] // 2 % 2 * (view.pool.groups is None)
         return BatchPlan(picked, tokens, computed[picked] + tokens, kind, operations, side)

@@ -54,7 +54,7 @@ from jaxserve.engine.stats import StepRecorder
 from jaxserve.extras import LAB, problem
 from jaxserve.machine import machine, versions
 from jaxserve.sched.recording import RecordingError
-from jaxserve.server.startup.launch import UsageError
+from jaxserve.server.startup.launch import UsageError, find_checkpoint
 from jaxserve.simulator import workload_flags
 from jaxserve.simulator.workloads.specs import WorkloadSpec
 from jaxserve.simulator.workloads.workload import WorkloadError
@@ -193,7 +193,7 @@ def _in_process(
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
     from jaxserve.engine.startup.build import build_engine
 
-    engine = build_engine(config, progress=sys.stderr.isatty())
+    engine = build_engine(find_checkpoint(config), progress=sys.stderr.isatty())
     recorder = StepRecorder()
     engine.add_observer(recorder)
     engine.start()

@@ -1,8 +1,9 @@
-"""The command lines of `jaxserve complete` and `jaxserve batch`."""
+"""The command lines of `jaxserve complete`, `jaxserve embed` and `jaxserve batch`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,11 +22,17 @@ from jaxserve.client.flags import (
     read_tls,
 )
 from jaxserve.client.http_calls import DEFAULT_HTTP_ADDRESS, HttpCalls
-from jaxserve.client.many import ManyPrompts, ServerAway
-from jaxserve.client.messages import TIERS
+from jaxserve.client.many import Ask, ManyPrompts, ServerAway
+from jaxserve.client.messages import POOLING_TYPES, TIERS
 from jaxserve.client.openai_batch import OpenAiBatch, is_openai
 from jaxserve.client.prompts import PromptError, read_lines, read_prompts
-from jaxserve.client.records import EXPECTED_MISSED, TARGETS, verdict_line
+from jaxserve.client.records import (
+    EXPECTED_MISSED,
+    TARGETS,
+    completion_records,
+    embedding_record,
+    verdict_line,
+)
 from jaxserve.command_line import Parser
 from jaxserve.server.proto import batches_pb2 as pb
 from jaxserve.writable import check_file
@@ -60,6 +67,11 @@ def batch(argv: Sequence[str] | None = None) -> int:
     """Completes a file of prompts as a batch, when the server has time. Exit codes as for
     `complete`."""
     return _run(_batch_parser(), argv, _check_batch, _batch)
+
+
+def embed(argv: Sequence[str] | None = None) -> int:
+    """Prints the vector of a text, or of each text of a file. Exit codes as for `complete`."""
+    return _run(_embed_parser(), argv, _check_embed, _embed)
 
 
 def _run(
@@ -100,6 +112,18 @@ def _check_complete(args: argparse.Namespace) -> None:
     """Raises ValueError for contradicting flags."""
     if (args.prompt is not None, args.file is not None, args.info).count(True) != 1:
         raise ValueError("give one prompt, --file with many, or --info")
+    _check_many(args)
+
+
+def _check_embed(args: argparse.Namespace) -> None:
+    """Raises ValueError for contradicting flags."""
+    if (args.text is None) == (args.file is None):
+        raise ValueError("give one text, or --file with many")
+    _check_many(args)
+
+
+def _check_many(args: argparse.Namespace) -> None:
+    """Raises ValueError for contradicting flags of files."""
     if args.file is None and args.concurrency is not None:
         raise ValueError("--concurrency goes with --file")
     if args.concurrency is not None and args.concurrency < 1:
@@ -184,9 +208,14 @@ def _complete(args: argparse.Namespace) -> int:
     with _client(args) as client:
         if args.info:
             return _info(client, args)
+        options = _options(args)
         if args.file is None:
-            return _one(client, args.prompt, _options(args))
-        return _many(client, args)
+            return _one(client, args.prompt, {**options, "timeout": args.timeout})
+
+        def ask(prompt: str, timeout: float | None) -> dict[str, Any]:
+            return completion_records(client.complete(prompt, timeout=timeout, **options))
+
+        return _many(client, args, ask)
 
 
 def _one(client: Client, prompt: str, options: dict[str, Any]) -> int:
@@ -246,13 +275,26 @@ def _print_logprobs(entries: Iterable[Any]) -> None:
         print(f"{entry.token_id}:{entry.logprob:.4f}  {top}".rstrip(), file=sys.stderr)
 
 
-def _many(client: Client, args: argparse.Namespace) -> int:
+def _embed(args: argparse.Namespace) -> int:
+    wanted = {"pooling": args.pooling, "normalize": args.normalize, "dimensions": args.dimensions}
+    options = {**_service(args), **wanted}
+
+    def ask(text: str, timeout: float | None) -> dict[str, Any]:
+        (found,) = client.embed(text, timeout=timeout, **options)
+        return embedding_record(found)
+
+    with _client(args) as client:
+        if args.file is not None:
+            return _many(client, args, ask)
+        print(json.dumps(ask(args.text, args.timeout)["embedding"]))
+    return 0
+
+
+def _many(client: Client, args: argparse.Namespace, ask: Ask) -> int:
     prompts = read_lines(args.file)
     client.info(timeout=args.timeout)  # fails with a clear message if no server answers
-    options = _options(args)
-    timeout = options.pop("timeout")
     path = None if args.out in (None, STDOUT) else Path(args.out)
-    run = ManyPrompts(client, options, timeout, args.concurrency or CONCURRENCY)
+    run = ManyPrompts(client, ask, args.timeout, args.concurrency or CONCURRENCY)
     with Answers(path, prompts, resume=args.resume) as answers:
         try:
             failed = run.run(prompts, answers)
@@ -264,12 +306,14 @@ def _many(client: Client, args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
+    return {**_sampling(args), **_service(args), "prediction": args.prediction}
+
+
+def _service(args: argparse.Namespace) -> dict[str, Any]:
     slo = {name: getattr(args, name) for name in TARGETS}
     service = {"tier": args.tier, "slo_class": args.slo_class, "slo": slo}
     service |= {"serve_late": args.serve_late, "cache_salt": args.cache_salt}
-    service |= {"prompt_cache_key": args.prompt_cache_key, "prediction": args.prediction}
-    service |= {"model": args.model}
-    return {**_sampling(args), "timeout": args.timeout, **service}
+    return {**service, "prompt_cache_key": args.prompt_cache_key, "model": args.model}
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
@@ -297,15 +341,42 @@ def _complete_parser() -> Parser:
     add = parser.add_argument
     add("prompt", nargs="?", help="the text to continue")
     add("--info", action="store_true", help="show what is served instead")
-    add = parser.add_argument_group("many prompts").add_argument
-    add("--file", help="prompts, one a line (- is stdin); answers are JSON lines in that order")
+    _add_files(parser, "prompts")
+    _add_sampling(parser, "Absent ones have the server's default.")
+    add = _add_service(parser)
+    add("--prediction", default="", help="what the answer is likely to be, to draft from")
+    return parser
+
+
+def _embed_parser() -> Parser:
+    parser = _parser(
+        "jaxserve embed",
+        "Prints the vector of a text, or of each text of a file, from a jaxserve server.",
+        resumes="with --resume goes on",
+    )
+    parser.add_argument("text", nargs="?", help="the text; its vector is printed as JSON")
+    _add_files(parser, "texts")
+    add = parser.add_argument_group("vectors", "Absent ones are the checkpoint's.").add_argument
+    add("--pooling", choices=tuple(POOLING_TYPES), help="which hidden states make the vector")
+    add("--normalize", action=argparse.BooleanOptionalAction, help="whether its length is 1")
+    add("--dimensions", type=int, help="only so many of its first numbers")
+    _add_service(parser)
+    return parser
+
+
+def _add_files(parser: Parser, what: str) -> None:
+    add = parser.add_argument_group(f"many {what}").add_argument
+    add("--file", help=f"{what}, one a line (- is stdin); answers are JSON lines in that order")
     add("--concurrency", type=int, help=f"with --file, calls at once ({CONCURRENCY})")
     add("--out", metavar="FILE", help="where the answers go (stdout)")
     add(
         "--resume", action="store_true", help="with --file, keep the answers that --out has already"
     )
-    _add_sampling(parser, "Absent ones have the server's default.")
-    add = parser.add_argument_group("service level").add_argument
+
+
+def _add_service(parser: Parser) -> Callable[..., Any]:
+    """Adds the flags of the service level, and returns what adds more to their group."""
+    add: Callable[..., Any] = parser.add_argument_group("service level").add_argument
     add("--slo_class", default="", help="one of the server's (--info), for what is not given here")
     add("--tier", choices=tuple(TIERS), help="realtime")
     add("--ttft_ms", type=float, help="target: arrival to first token")
@@ -325,9 +396,8 @@ def _complete_parser() -> Parser:
         default="",
         help="go to the replica that calls with this key go to",
     )
-    add("--prediction", default="", help="what the answer is likely to be, to draft from")
     add("--model", default="", help="an adapter of the server's, by name")
-    return parser
+    return add
 
 
 def _batch_parser() -> Parser:

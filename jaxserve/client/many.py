@@ -1,4 +1,4 @@
-"""Completes many prompts concurrently, and waits as long as the server needs for each."""
+"""Asks a server about many prompts concurrently, and waits as long as it needs for each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from jaxserve.client.answers import Answers
 from jaxserve.client.batch_run import PATIENCE_S
-from jaxserve.client.client import Client, Completion
+from jaxserve.client.client import Client
 from jaxserve.client.errors import ServerError
-from jaxserve.client.records import completion_records, error_record
+from jaxserve.client.records import error_record
 
+Ask = Callable[[str, float | None], dict[str, Any]]
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.1, 5.0
 
 
@@ -27,20 +28,18 @@ class ServerAway(ServerError):
 
 
 class ManyPrompts:
-    """Completes prompts concurrently, and writes an answer or an error for each.
+    """Asks about prompts concurrently, and writes an answer or an error for each.
 
     Args:
         client: the connection to the server.
-        options: options of `Client.complete`.
+        ask: makes the call for a prompt, with this timeout, and returns the answer's record.
         timeout: seconds for each prompt, retries included; None is unlimited, except that a server
             may be away for PATIENCE_S.
         concurrency: prompts at once.
     """
 
-    def __init__(
-        self, client: Client, options: Mapping[str, Any], timeout: float | None, concurrency: int
-    ) -> None:
-        self._client, self._options, self._timeout = client, options, timeout
+    def __init__(self, client: Client, ask: Ask, timeout: float | None, concurrency: int) -> None:
+        self._client, self._ask, self._timeout = client, ask, timeout
         self._concurrency = concurrency
         self._stopping = threading.Event()
         self._bar: Any = None
@@ -86,30 +85,27 @@ class ManyPrompts:
         """The record to write for a prompt. Raises ServerError if the server is away or the run was
         stopped."""
         try:
-            completions = self._complete(prompt)
+            record = self._answered(prompt)
         except ServerAway:
             raise
         except ServerError as error:
             if self._stopping.is_set():
                 raise
             record = error_record(error.code, str(error))
-        else:
-            record = completion_records(completions)
         self._bar.set_postfix_str("", refresh=False)
         self._bar.update()
         return {"prompt": prompt, **record}
 
-    def _complete(self, prompt: str) -> list[Completion]:
-        """Completes a prompt, with retries while the server is busy or away and there is time."""
+    def _answered(self, prompt: str) -> dict[str, Any]:
+        """The answer to a prompt, with retries while the server is busy or away and there is
+        time."""
         began, wait_s = time.monotonic(), _FIRST_WAIT_S
         away_since: float | None = None
         end = math.inf if self._timeout is None else began + self._timeout
         while True:
             left = end - time.monotonic()
             try:
-                return self._client.complete(
-                    prompt, timeout=None if math.isinf(left) else left, **self._options
-                )
+                return self._ask(prompt, None if math.isinf(left) else left)
             except ServerError as error:
                 if not error.passing or self._stopping.is_set():
                     raise

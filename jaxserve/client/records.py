@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import Message
 
-from jaxserve.client.client import Completion
+from jaxserve.client.client import Completion, Embedding
 from jaxserve.server.proto import generation_pb2 as pb
 
 TARGETS = tuple(pb.Slo.DESCRIPTOR.fields_by_name)  # ttft_ms, tbt_ms, jct_ms, max_tbt_ms
@@ -29,6 +29,16 @@ _LIMITS = {
 def completion_records(completions: Sequence[Completion]) -> dict[str, Any]:
     """`{"completions": [...]}`, one entry each."""
     return {"completions": [_record(completion) for completion in completions]}
+
+
+def embedding_record(found: Embedding) -> dict[str, Any]:
+    """The record of a text's vector."""
+    return {
+        "embedding": found.embedding,
+        "usage": _fields(found.usage),
+        "timings": _fields(found.timings),
+        "slo": None if found.slo is None else verdict_record(found.slo),
+    }
 
 
 def error_record(code: str, message: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": ("jaxserve.commands.serve", "main", "serve a model over gRPC and HTTP"),
     "chat": ("jaxserve.client.chat", "main", "talk with the model that a server has"),
     "complete": ("jaxserve.client.cli", "complete", "continue a prompt, or a file of them"),
+    "embed": ("jaxserve.client.cli", "embed", "make the vector of a text, or of a file of them"),
     "batch": ("jaxserve.client.cli", "batch", "have a file of prompts done when there is time"),
     "bench": ("jaxserve.bench.cli", "main", "measure engine, server, kernels and policies"),
     "simulate": ("jaxserve.simulator.simulate.cli", "main", "serve traffic on a simulated device"),

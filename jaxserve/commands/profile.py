@@ -255,7 +255,7 @@ def build(config: Config, *, progress: bool) -> Any:
     # Imported late: jax takes seconds, and a wrong command line should answer at once.
     from jaxserve.engine.startup.build import build_engine
 
-    return build_engine(config, progress=progress)
+    return build_engine(launch.find_checkpoint(config), progress=progress)
 
 
 def _check_out(path: str) -> None:

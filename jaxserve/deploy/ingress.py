@@ -88,12 +88,13 @@ class Ingress:
         except ClientDisconnect:
             log.info("a client has hung up before its call was whole")
         except HTTPException as error:
-            await ApiError(error.status_code, str(error.detail)).response()(scope, receive, send)
+            problem = ApiError(error.status_code, str(error.detail))
+            await problem.response(scope["path"])(scope, receive, send)
         except _GONE as error:
             problem = _problem(error)
             log.warning("%s", problem)
             if not begun:
-                await problem.response()(scope, receive, send)
+                await problem.response(scope["path"])(scope, receive, send)
             elif not over:  # a response that had begun is a stream of events
                 await send({"type": "http.response.body", "body": sse_event(problem.body())})
 

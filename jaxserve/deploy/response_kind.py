@@ -15,6 +15,7 @@ from jaxserve.server.http.openai.sse import DONE
 from jaxserve.server.proto import generation_pb2 as pb
 
 _EVENT = b"data: "
+_BEGINNING = b"event: message_start\n"  # of /v1/messages
 
 
 class ResponseKind(enum.IntEnum):
@@ -32,6 +33,8 @@ def http_response_kind(message: Mapping[str, Any]) -> ResponseKind:
     if message["type"] == "http.response.start":
         return ResponseKind.FAILURE if message["status"] >= 500 else ResponseKind.NOTHING
     body = message.get("body", b"")
+    if body.startswith(_BEGINNING) and body.count(b"\n\n") == 1:
+        return ResponseKind.NOTHING
     if not body.startswith(_EVENT) or body == DONE:
         return ResponseKind.ANSWER if body else ResponseKind.NOTHING
     return first_response_kind(_of_event(event) for event in body.split(b"\n\n") if event)

@@ -25,12 +25,19 @@ from jaxserve.server.access.api_keys import Caller, Keys, Unauthenticated, autho
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.grpc import message_conversion
 from jaxserve.server.grpc.pooling_conversion import inputs_of
+from jaxserve.server.http.anthropic.chat_request import as_chat as messages_as_chat
+from jaxserve.server.http.anthropic.schema import MessagesRequest
 from jaxserve.server.http.errors import ApiError
+from jaxserve.server.http.ollama.chat_request import chat_of
+from jaxserve.server.http.ollama.schema import OllamaChatRequest
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.body_limits import parse_body
 from jaxserve.server.http.openai.chat import render_chat
 from jaxserve.server.http.openai.completions import prompts_in, prompts_of
 from jaxserve.server.http.openai.pooling.pooling_schema import EmbeddingRequest
+from jaxserve.server.http.openai.responses.chat_request import as_chat
+from jaxserve.server.http.openai.responses.input_items import kept_items, messages_of
+from jaxserve.server.http.openai.responses.schema import ResponseRequest
 from jaxserve.server.http.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -45,10 +52,14 @@ from jaxserve.server.requests.templates.chat_template import load_chat_template
 
 log = logging.getLogger(__name__)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES, OLLAMA = "/v1/responses", "/v1/messages", "/api/chat"
 EMBEDDINGS, POOLING = "/v1/embeddings", "/pooling"
 _KINDS: Mapping[str, type[Targeted]] = {
     COMPLETIONS: CompletionRequest,
     CHAT: ChatRequest,
+    RESPONSES: ResponseRequest,
+    MESSAGES: MessagesRequest,
+    OLLAMA: OllamaChatRequest,
     EMBEDDINGS: EmbeddingRequest,
     POOLING: EmbeddingRequest,
 }
@@ -92,7 +103,8 @@ class RoutingRequestBuilder:
         kind = _KINDS.get(path)
         if kind is None:
             return NOTHING
-        slow = len(body) > _INLINE_CHARS or (kind is ChatRequest and self._template.own)
+        rendered = kind in (ChatRequest, ResponseRequest, MessagesRequest, OllamaChatRequest)
+        slow = len(body) > _INLINE_CHARS or (rendered and self._template.own)
         return await _made(functools.partial(self._from_body, kind, body, headers), slow=slow)
 
     async def from_grpc(
@@ -116,7 +128,8 @@ class RoutingRequestBuilder:
         caller = self._caller(headers)
         level = requested_level(self._classes, slo, tier, slo_class, caller)
         made = self._request(prompts, n, level, told=told)
-        program = request_options.requested_program(call)
+        program = _program_of(request_options.requested_program(call), caller)
+        made = _with_deadline(made, program, level)
         hint = call.prompt_cache_key or ""
         salt = call.cache_salt or ""
         return self._with_keys(made, [] if told else prompts, caller, salt, hint, program)
@@ -141,6 +154,8 @@ class RoutingRequestBuilder:
         program = None
         if isinstance(message, pb.GenerateRequest):
             program = message_conversion.program_from_message(message)
+        program = _program_of(program, caller)
+        made = _with_deadline(made, program, level)
         return self._with_keys(made, [] if told else prompts, caller, salt, hint, program)
 
     def adapters_of(
@@ -178,7 +193,7 @@ class RoutingRequestBuilder:
             caller: The client.
             salt: As `Request.cache_salt`.
             hint: The prompt's cache key.
-            program: The call's program, if its body or message names one; its headers may, too.
+            program: The call's program; None for none.
         """
         if self._block_keys is None or made is NOTHING:
             return made
@@ -189,8 +204,6 @@ class RoutingRequestBuilder:
             )
             for length, tokens in prompts
         ]
-        if program is None:
-            program = header_program(caller.target_headers)
         if program is None:
             key = self._block_keys.hint(hint, tenant, salt)
         else:
@@ -217,6 +230,12 @@ class RoutingRequestBuilder:
         return RoutingRequest(max(mean, 1), int(level.tier), **targets)
 
     def _prompts(self, call: Targeted) -> list[_Prompt]:
+        if isinstance(call, ResponseRequest):  # without the turns before, which a replica has
+            call = as_chat(call, messages_of(kept_items(call.input)), strict=False)
+        elif isinstance(call, MessagesRequest):
+            call = messages_as_chat(call, self._template)
+        elif isinstance(call, OllamaChatRequest):
+            call = chat_of(call)
         if isinstance(call, ChatRequest):
             text = render_chat(self._template, call).result()
             return [self._template.encode(text, self._prompt)]
@@ -237,6 +256,23 @@ class RoutingRequestBuilder:
         except InvalidRequest:
             return len(text), ()
         return len(tokens), tokens
+
+
+def _program_of(said: Program | None, caller: Caller) -> Program | None:
+    """The program of a call: what its body or message says, or else its headers."""
+    return header_program(caller.target_headers) if said is None else said
+
+
+def _with_deadline(
+    made: RoutingRequest, program: Program | None, level: ServiceLevel
+) -> RoutingRequest:
+    """Adds the program's deadline, or that of the call's class."""
+    if program is None or made is NOTHING:
+        return made
+    deadline = program.deadline or level.program_deadline
+    if deadline is None:
+        return made
+    return made._replace(program_deadline=deadline, calls_left=program.expected_calls or 0)
 
 
 def _common(marks: Sequence[bytes]) -> bytes:

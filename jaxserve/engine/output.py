@@ -110,6 +110,7 @@ class Output:
             the second token, as the first has no probability.
         engine_failed: whether the whole engine has failed, not only this request.
         expected_missed: whether the policy has just given up its targets; reported at most once.
+        stop_string: the stop string that ended it, in the last one; "" if none did.
         pooled: float32, the vector or the logits that `Request.pooling` asks for, in the last one.
     """
 
@@ -127,4 +128,5 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     engine_failed: bool = False
     expected_missed: bool = False
+    stop_string: str = ""
     pooled: np.ndarray | None = field(default=None, compare=False)

@@ -71,15 +71,15 @@ def view_of(pool: BlockPool, computed: np.ndarray, names: Mapping[int, str]) -> 
     fill = np.zeros((2, pool.num_blocks))
     holding = [row for row in sorted(names) if pool.held[row]]
     for index, row in enumerate(holding):
-        blocks, end = pool.blocks_of(row), int(pool.direction[row])
-        count = blocks.shape[1]
+        count, end = int(pool.held[row]), int(pool.direction[row])
         before = np.arange(count) * pool.block_size
         # The last tokens of a block may be on the host.
         tokens = np.clip(computed[row] - before, 0, pool.cap[row, :count])
         share = tokens / pool.block_size
         hidden = pool.kind[row] == CacheKind.HIDDEN
-        for which, ids in enumerate(blocks):
-            mine = (owner[end, ids] == FREE) | (share > fill[end, ids])
-            owner[end, ids[mine]], fill[end, ids[mine]] = index, share[mine]
-            plane[ids] = HIDDEN if hidden else which
+        for which, (begin, ids) in enumerate(pool.planes_of(row)):
+            there = share[begin : begin + len(ids)]
+            mine = (owner[end, ids] == FREE) | (there > fill[end, ids])
+            owner[end, ids[mine]], fill[end, ids[mine]] = index, there[mine]
+            plane[ids] = HIDDEN if hidden else which % 2
     return PoolView(tuple(names[row] for row in holding), owner, fill, plane)

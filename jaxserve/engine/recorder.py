@@ -22,6 +22,7 @@ from jaxserve.engine.shared_prefixes import SharedPrefixes
 from jaxserve.engine.stats import Observer, RequestStats, StepStats
 from jaxserve.file_lock import lock, private
 from jaxserve.sched import recording
+from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.request import Request
 from jaxserve.writable import check_file
 
@@ -30,9 +31,9 @@ log = logging.getLogger(__name__)
 DEPTH = 10_000  # events that may wait to be written
 MIB = 2**20
 DIGITS = 9  # digits of seconds after the point
-MOST_PROGRAMS = 1 << 16  # remembered; one that has been silent for longer gets a new number
+MOST_TOOLS = 1 << 12  # remembered; one that has not run for longer gets a new number
 
-_Told = StepStats | RequestStats | tuple[int, Request]
+_Told = StepStats | RequestStats | tuple[int, Request, ProgramCall | None]
 _STEP_NUMBERS = [n for n in recording.Step._fields if n not in ("end", "features", "received")]
 
 
@@ -101,14 +102,21 @@ class Recorder(Observer):
         self._writer = _Writer(_place(path), header, max_bytes)
         self._prefixes = SharedPrefixes(header.block_size)
         self._adapters: dict[str, int] = {}  # numbers, since names are not recorded
-        self._programs = OrderedDict[tuple[str, str], int]()  # likewise, the last to call last
-        self._num_programs = 0
+        # Likewise, by tenant and names, the last to run last.
+        self._tools = OrderedDict[tuple[str, tuple[str, ...]], int]()
+        self._num_tools = 0
+        self._call: tuple[int, ProgramCall] | None = None  # of the next arrival
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 
+    def on_program_call(self, number: int, call: ProgramCall) -> None:
+        """Keeps the call for its arrival."""
+        self._call = number, call
+
     def on_arrival(self, number: int, request: Request) -> None:
-        """Records the request's lengths and options."""
-        self._tell((number, request))
+        """Records the request's lengths and options, and its program."""
+        told, self._call = self._call, None
+        self._tell((number, request, told[1] if told and told[0] == number else None))
 
     def on_step(self, stats: StepStats) -> None:
         """Records the step's shape and times."""
@@ -148,30 +156,36 @@ class Recorder(Observer):
         match what:
             case RequestStats():
                 self._prefixes.wrote(what.number, what.block_keys)
-            case number, request:
+            case number, request, call:
                 assert isinstance(event, recording.Arrival)
                 if name := request.adapter:
                     event = event._replace(
                         adapter=self._adapters.setdefault(name, len(self._adapters) + 1)
                     )
-                if request.program is not None:
+                if call is not None:
+                    said = request.program
                     event = event._replace(
-                        program=self._program(request.tenant, request.program.id),
-                        program_deadline=request.program.deadline,
+                        program=call.program,
+                        program_deadline=None if said is None else said.deadline,
+                        named=int(call.named),
+                        tool=self._tool(call),
                     )
                 if request.block_keys is not None:
                     of, tokens = self._prefixes.arrived(number, request.block_keys)
                     event = event._replace(prefix_of=of, prefix_len=tokens)
         return event
 
-    def _program(self, tenant: str, name: str) -> int:
-        """The number of a tenant's program."""
-        number = self._programs.pop((tenant, name), 0)
+    def _tool(self, call: ProgramCall) -> int:
+        """The number of the tools that ran before a call."""
+        if not call.tools:
+            return 0
+        of = call.tenant, call.tools
+        number = self._tools.pop(of, 0)
         if not number:
-            self._num_programs = number = self._num_programs + 1
-        self._programs[tenant, name] = number
-        if len(self._programs) > MOST_PROGRAMS:
-            self._programs.popitem(last=False)
+            self._num_tools = number = self._num_tools + 1
+        self._tools[of] = number
+        if len(self._tools) > MOST_TOOLS:
+            self._tools.popitem(last=False)
         return number
 
 
@@ -194,7 +208,7 @@ def _event(what: _Told, start: float) -> recording.Event:
             return recording.End(
                 what.number, what.output_tokens, reason, what.preemptions, lifetime, *drafts
             )
-        case number, request:
+        case number, request, _:
             return recording.Arrival(
                 number,
                 round(request.arrival - start, DIGITS),

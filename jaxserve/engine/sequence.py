@@ -162,6 +162,7 @@ class Continuation:
             logprobs[:taken],
             finish_reason=reason,
             token_times=(now,) * taken,
+            stop_string=self._text.stop_string,
         )
         self._tell(news if reason is None else self._last(news, reason, now, preemptions))
         return reason

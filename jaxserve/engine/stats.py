@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.sched.cost.cost_model import BatchFeatures
+from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.programs.verdict import ProgramVerdict
 from jaxserve.sched.request import USUAL_POOLING, PoolingParams, Request, Tier
 from jaxserve.sched.slo.verdict import Verdict
@@ -319,8 +320,9 @@ class Observer:
     def on_program(self, verdict: ProgramVerdict) -> None:
         """A program has ended. Called once for each that was named or had several calls."""
 
-    def on_program_pause(self, seconds: float) -> None:
-        """A program's next call has come, so long after its last one ended."""
+    def on_program_call(self, number: int, call: ProgramCall) -> None:
+        """The continuation that arrives next is a call of a program. Only a call's first one has
+        its pause. number: the continuation's, see `on_arrival`, which follows."""
 
     def on_stop(self) -> None:
         """The engine has stopped. No other call follows."""

@@ -147,7 +147,6 @@ class StepLoop:
         self.watch, self._clock, self._on_over = watch, clock, on_over
         scheduler.view.device.ratios = watch.ratios
         scheduler.programs.on_verdict = self._tell_program
-        scheduler.programs.on_pause = self._tell_pause
         self._by_id: dict[str, list[Continuation]] = {}
         self._columns = np.zeros(MAX_LORAS + 1, np.int32)  # by adapter, end of its columns
         self._free_slots = list(range(scheduler.view.limits.max_rows - 1, -1, -1))
@@ -213,6 +212,10 @@ class StepLoop:
         return Speculator(command.drafting[index], self._rates.of(request.tenant), most)
 
     def _tell_arrival(self, one: Continuation) -> None:
+        call = self._scheduler.programs.call_of(one.row)
+        if call is not None:
+            told = call._replace(pause=None) if one.index else call
+            self.observers.notify(lambda observer: observer.on_program_call(one.number, told))
         self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
 
     def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
@@ -253,9 +256,6 @@ class StepLoop:
 
     def _tell_program(self, verdict: ProgramVerdict) -> None:
         self.observers.notify(lambda observer: observer.on_program(verdict))
-
-    def _tell_pause(self, seconds: float) -> None:
-        self.observers.notify(lambda observer: observer.on_program_pause(seconds))
 
     def pad(self, padding: Padding) -> None:
         """Plans and predicts with other sizes of steps from now on."""

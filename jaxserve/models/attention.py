@@ -23,7 +23,7 @@ from jaxserve.models.base import (
     Params,
     ParamSpec,
 )
-from jaxserve.models.latent import LatentAttention, latent_input
+from jaxserve.models.latent import LatentAttention, latent_input, latent_output
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -185,6 +185,28 @@ def attention_input(
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     return AttentionInput(q, k, v, x, apart, kind, weights.sinks)
+
+
+def attention_output(
+    weights: AttentionParams | FusedAttention | LatentAttention,
+    config: ModelConfig,
+    mixed: jax.Array,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """What the output projection reads, of attention's result.
+
+    Args:
+        weights: the layer's attention parameters.
+        config: the model's.
+        mixed: [T, num_heads, head_dim], or what `latent_output` takes.
+        mesh: the devices that the parameters are sharded over; None for one.
+
+    Returns:
+        [T, num_heads, value_dim].
+    """
+    if isinstance(weights, LatentAttention):
+        return latent_output(weights, config, mixed, mesh)
+    return mixed
 
 
 def _head_norm(x: jax.Array, norm: Norm | None, config: ModelConfig) -> jax.Array:

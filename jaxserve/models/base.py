@@ -65,6 +65,11 @@ class Latent:
     rotated: int
     values: int
 
+    @property
+    def half(self) -> int:
+        """Elements of half a latent vector; of an odd number the second half has a zero more."""
+        return -(-self.rank // 2)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
@@ -78,6 +83,9 @@ class Experts:
         shared_d_ff: width of one more expert, to which all tokens go; 0 for none.
         normalised: whether the weights of a token's experts are scaled to a sum of 1.
         scale: factor on these weights.
+        sigmoid: whether a router's scores are sigmoids instead of a softmax. A token's experts are
+            then chosen by their scores plus a bias that each has, and groups by the two best of
+            these sums (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2).
         groups: number of equal groups of experts.
         groups_per_token: number of groups that a token's experts may come from; the groups with the
             likeliest experts are chosen.
@@ -93,6 +101,7 @@ class Experts:
     shared_d_ff: int = 0
     normalised: bool = True
     scale: float = 1.0
+    sigmoid: bool = False
     groups: int = 1
     groups_per_token: int = 1
     dense_layers: tuple[int, ...] = ()
@@ -107,8 +116,11 @@ class ModelConfig:
     Attributes:
         family: name of the family that runs it.
         d_ff: width of the feed-forward layer, in layers without experts.
-        head_dim: elements of one attention head, in attention and its cache; `num_heads * head_dim`
-            may differ from `d_model`.
+        num_kv_heads: heads of K and V, in attention and its cache; 1 with latent projections, since
+            all heads read the same latent vector.
+        head_dim: elements of one head of K or V, in attention and its cache; `num_heads * head_dim`
+            may differ from `d_model`. With latent projections half of what is cached of a token,
+            see `halves`.
         max_position: longest sequence, in tokens.
         attn_scale: factor on q.k before the softmax.
         norm_eps: added to the variance, or the mean square, in all norms.
@@ -131,6 +143,8 @@ class ModelConfig:
         latent: low-rank projections to q, k and v; None if they are projected directly.
         causal: whether a token sees only the tokens before it; else it sees all of its text, which
             is for vectors only.
+        mtp_layers: layers that checkpoints have behind these, to predict several tokens at once
+            (multi-token prediction). Nothing uses them.
     """
 
     family: str
@@ -161,6 +175,7 @@ class ModelConfig:
     sinks: bool = False
     latent: Latent | None = None
     causal: bool = True
+    mtp_layers: int = 0
 
     @property
     def rotated_dim(self) -> int:
@@ -168,8 +183,19 @@ class ModelConfig:
         return self.head_dim if self.latent is None else self.latent.rotated
 
     @property
+    def halves(self) -> int:
+        """Leading elements of K, and of V, which are the value of a token whose key is K and V side
+        by side, see `models.latent`. 0: K is the key, and V the value."""
+        return 0 if self.latent is None else self.latent.half
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a head's query in attention."""
+        return 2 * self.head_dim if self.halves else self.head_dim
+
+    @property
     def value_dim(self) -> int:
-        """Elements of a head of V: the first of `head_dim`; the others are zeros."""
+        """Elements of a head that the output projection reads."""
         return self.head_dim if self.latent is None else self.latent.values
 
     @property
@@ -228,7 +254,7 @@ class ParamSpec:
             "pairs" (two numbers of -7 to 7 in each).
         granule: elements of a "heads" or "kv_heads" axis that belong together (head_dim), so that
             sharding never cuts a head in two.
-        dtype: the dtype of quantised arrays; None for the model's.
+        dtype: the dtype of arrays that are quantised, or always wide; None for the model's.
     """
 
     shape: tuple[int, ...]
@@ -402,13 +428,14 @@ class AttentionInput(NamedTuple):
     """What a layer hands to attention, for T flat tokens.
 
     Attributes:
-        q: [T, num_heads, head_dim], rotated if the model rotates.
+        q: [T, num_heads, query_dim], rotated if the model rotates.
         k: [T, kv_heads, head_dim], likewise, with as many heads as the pool.
         v: [T, kv_heads, head_dim].
         x: [T, d_model], the input of the QKV projection (what a hidden cache stores).
         weights: how k and v were computed from x; None if the layer has q, k and v fused.
         kind: the layer's kind.
         sinks: [num_heads], a score without a value for each head's softmax, or None.
+        group: the layer's group, see `models.layer_groups`.
     """
 
     q: jax.Array
@@ -418,6 +445,7 @@ class AttentionInput(NamedTuple):
     weights: KVWeights | None
     kind: LayerKind
     sinks: jax.Array | None = None
+    group: int = 0
 
 
 class KVProjection(NamedTuple):
@@ -439,7 +467,7 @@ class KVProjection(NamedTuple):
     rotation: jax.Array | None
 
 
-# (carry, layer index, inputs) -> (carry, output [T, num_heads, head_dim])
+# (carry, layer's slot in its group, inputs) -> (carry, output [T, heads, head_dim, or 2 * halves])
 Attend = Callable[[Carry, LayerIndex, AttentionInput], tuple[Carry, jax.Array]]
 
 # One layer's attention: input [T, d_model] -> (carry, output [T, d_model]), including the

@@ -30,7 +30,8 @@ def causal_attend(config: base.ModelConfig) -> base.Attend:
         num_tokens, num_heads, head_dim = inputs.q.shape
         num_kv_heads = inputs.k.shape[1]
         q = inputs.q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        scores = jnp.einsum("tkgd,skd->kgts", q, inputs.k, preferred_element_type=jnp.float32)
+        k, v = _keys_and_values(config, inputs)
+        scores = jnp.einsum("tkgd,skd->kgts", q, k, preferred_element_type=jnp.float32)
         scores = scores * config.attn_scale
         if config.soft_cap is not None:
             scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
@@ -40,9 +41,9 @@ def causal_attend(config: base.ModelConfig) -> base.Attend:
             sinks = inputs.sinks.astype(jnp.float32).reshape(*scores.shape[:2], 1, 1)
             shape = (*scores.shape[:3], 1)
             scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, shape)], axis=-1)
-        weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens].astype(inputs.v.dtype)
-        mixed = jnp.einsum("kgts,skd->tkgd", weights, inputs.v)
-        return carry, mixed.reshape(num_tokens, num_heads, head_dim)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :num_tokens].astype(v.dtype)
+        mixed = jnp.einsum("kgts,skd->tkgd", weights, v)
+        return carry, mixed.reshape(num_tokens, num_heads, -1)
 
     return attend
 
@@ -65,12 +66,12 @@ def attend_both_ways(
         carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput
     ) -> tuple[base.Carry, jax.Array]:
         num_tokens, num_heads, head_dim = inputs.q.shape
-        window, k = inputs.kind.sliding_window, inputs.k
+        window, (k, v) = inputs.kind.sliding_window, _keys_and_values(config, inputs)
         row = jnp.zeros(num_tokens, jnp.int32) if rows is None else rows
         at = jnp.arange(num_tokens, dtype=jnp.int32) if positions is None else positions
         # Values of another sequence may be NaN, and 0 times NaN is NaN.
-        broken = ~jnp.isfinite(inputs.v).all(axis=(1, 2))
-        v = jnp.where(broken[:, None, None], 0, inputs.v)
+        broken = ~jnp.isfinite(v).all(axis=(1, 2))
+        v = jnp.where(broken[:, None, None], 0, v)
 
         def one(query: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             q, mine, place = query
@@ -91,7 +92,7 @@ def attend_both_ways(
 
         q = inputs.q.reshape(num_tokens, k.shape[1], num_heads // k.shape[1], head_dim)
         mixed = jax.lax.map(one, (q, row, at), batch_size=min(_TILE, num_tokens))
-        return carry, mixed.reshape(num_tokens, num_heads, head_dim)
+        return carry, mixed.reshape(num_tokens, num_heads, -1)
 
     return attend
 
@@ -123,6 +124,17 @@ def sequence_logits(
     attend = causal_attend(config)
     _, x = forward(family, params, config, inputs, attend, (), dtype=dtype, mesh=mesh)
     return logits(family, params, config, x, mesh=mesh)
+
+
+def _keys_and_values(
+    config: base.ModelConfig, inputs: base.AttentionInput
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of all tokens, [T, kv_heads, any]."""
+    if not config.halves:
+        return inputs.k, inputs.v
+    both = (inputs.k, inputs.v)
+    values = [half[..., : config.halves] for half in both]
+    return jnp.concatenate(both, axis=-1), jnp.concatenate(values, axis=-1)
 
 
 def _mask(window: int | None, num_tokens: int) -> jax.Array:

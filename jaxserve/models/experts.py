@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve import pallas_kernels
-from jaxserve.models.base import Experts, HFTensor, Leaf, ParamSpec
+from jaxserve.models.base import Experts, HFTensor, Leaf, Params, ParamSpec
 from jaxserve.models.layers import Linear, matmul
 from jaxserve.models.mesh_axes import TENSOR
 from jaxserve.models.quantized import Quantized, quantized_grouped_dot
@@ -31,6 +31,7 @@ from jaxserve.pallas_kernels import add_weighted, grouped_matmul
 Gated = Callable[[jax.Array, jax.Array], jax.Array]
 GATE_AXES = ("experts", "embed", "expert_mlp")
 DOWN_AXES = ("experts", "expert_mlp", "embed")
+_TINY = 1e-20  # so that sigmoids that are all 0 have a quotient
 
 
 @flax.struct.dataclass
@@ -44,6 +45,8 @@ class ExpertParams:
             None.
         shared_gate: [d_model, 1], a token's weight of the shared expert; None if there is no such
             expert, or its weight is 1.
+        correction: float32 [experts], added to scores where experts are chosen, see
+            `Experts.sigmoid`; None if nothing is.
     """
 
     router: Linear
@@ -51,6 +54,7 @@ class ExpertParams:
     up: Linear
     down: Linear
     shared_gate: Linear | None = None
+    correction: Params = None
 
 
 def expert_leaves(
@@ -84,12 +88,17 @@ def expert_leaves(
         return Linear(kernel=Leaf(spec, HFTensor(f"{name}.weight", transpose=True), wide=True))
 
     gate, up, down = names
+    correction = None
+    if experts.sigmoid:
+        spec = ParamSpec((experts.num_experts,), (None,), "zeros", dtype="float32")
+        correction = Leaf(spec, HFTensor(f"{router}.e_score_correction_bias"))
     return ExpertParams(
         router=scores(router, experts.num_experts),
         gate=stacked(gate, (d_model, experts.d_ff), GATE_AXES),
         up=stacked(up, (d_model, experts.d_ff), GATE_AXES),
         down=stacked(down, (experts.d_ff, d_model), DOWN_AXES),
         shared_gate=scores(shared_gate, 1) if shared_gate else None,
+        correction=correction,
     )
 
 
@@ -130,7 +139,7 @@ def mixture(
     Returns:
         [T, d_model], in the dtype of h.
     """
-    parts, chosen = route(h, weights.router, experts, mesh)
+    parts, chosen = route(h, weights, experts, mesh)
     if real is not None:
         chosen = jnp.where(real[:, None], chosen, experts.num_experts)
     y = _sharded(h, weights, chosen, parts, gated, mesh)
@@ -144,39 +153,50 @@ def mixture(
 
 
 def route(
-    h: jax.Array, router: Linear, experts: Experts, mesh: Mesh | None
+    h: jax.Array, weights: ExpertParams, experts: Experts, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array]:
     """The experts that each token goes to, and their weights.
 
     Args:
         h: [T, d_model].
-        router: the layer's router.
+        weights: the layer's experts.
         experts: their shape.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
-        Weights float32 and experts int32 [T, experts_per_token], the largest weight first.
+        Weights float32 and experts int32 [T, experts_per_token], in the order in which experts are
+        chosen.
     """
 
     def choose(scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        chances = jax.nn.softmax(scores, axis=-1)
-        if experts.groups > 1:
-            chances = _in_best_groups(chances, experts)
-        parts, chosen = jax.lax.top_k(chances, experts.experts_per_token)
+        if experts.sigmoid:
+            chances = jax.nn.sigmoid(scores)
+            wanted = _in_best_groups(chances + weights.correction.astype(jnp.float32), experts)
+            _, chosen = jax.lax.top_k(wanted, experts.experts_per_token)
+            parts = jnp.take_along_axis(chances, chosen, axis=-1)
+        else:
+            chances = _in_best_groups(jax.nn.softmax(scores, axis=-1), experts)
+            parts, chosen = jax.lax.top_k(chances, experts.experts_per_token)
         if experts.normalised:
-            parts = parts / parts.sum(axis=-1, keepdims=True)
+            total = parts.sum(axis=-1, keepdims=True)
+            parts = parts / (total + _TINY if experts.sigmoid else total)
         return parts * experts.scale if experts.scale != 1 else parts, chosen
 
-    return pallas_kernels.in_fixed_batches(choose, _scores(h, router, mesh))
+    return pallas_kernels.in_fixed_batches(choose, _scores(h, weights.router, mesh))
 
 
 def _in_best_groups(chances: jax.Array, experts: Experts) -> jax.Array:
-    """The probabilities [T, experts], with zeros for groups that a token does not go to
-    (DeepSeek-AI 2024, section 2.2.2)."""
+    """What experts are chosen by, [T, experts], so low in groups that a token does not go to that
+    none of them is (DeepSeek-AI 2024, section 2.2.2)."""
+    if experts.groups == 1:
+        return chances
     by_group = chances.reshape(len(chances), experts.groups, -1)
-    _, best = jax.lax.top_k(by_group.max(axis=-1), experts.groups_per_token)
+    of_group, outside = by_group.max(axis=-1), 0.0
+    if experts.sigmoid:
+        of_group, outside = jax.lax.top_k(by_group, 2)[0].sum(axis=-1), -jnp.inf
+    _, best = jax.lax.top_k(of_group, experts.groups_per_token)
     taken = (best[..., None] == jnp.arange(experts.groups)).any(axis=1)
-    return jnp.where(taken[..., None], by_group, 0).reshape(chances.shape)
+    return jnp.where(taken[..., None], by_group, outside).reshape(chances.shape)
 
 
 def _scores(h: jax.Array, weights: Linear, mesh: Mesh | None) -> jax.Array:

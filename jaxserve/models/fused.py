@@ -4,7 +4,7 @@ read the weights of K and V alone: slicing the fused weights would copy them. Al
 them fused (`FusedAttention`). The columns are ordered by shard, so that each device of a mesh holds
 the columns of its own heads: the shard's query heads, then its heads of K, then its heads of V,
 head_dim columns each. A KV head that several shards read is repeated for each of them (see
-`sharding.pool_kv_heads`). Latent projections (`LatentAttention`) stay as they are.
+`sharding.pool_kv_heads`). Of latent projections (`LatentAttention`) steps have `kv_b` cut by heads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
-from jaxserve.models.latent import LatentAttention
+from jaxserve.models.latent import LatentAttention, by_head, by_head_specs
 from jaxserve.models.registry import get_family
 from jaxserve.models.sharding import heads_a_shard, padded_shape, param_sharding
 
@@ -46,10 +46,12 @@ def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -
 
 
 def fuse(params: Params, config: ModelConfig, shards: int = 1) -> Params:
-    """A checkpoint's parameters with q, k and v fused. These three are copied; all other arrays are
-    shared with `params`."""
+    """A checkpoint's parameters as steps have them: with q, k and v fused, or `kv_b` cut by heads.
+    These are copied; all other arrays are shared with `params`."""
     return _with_layers(
-        params, lambda attn: _fused(attn, lambda parts: side_by_side(parts, config, shards))
+        params,
+        lambda attn: _fused(attn, lambda parts: side_by_side(parts, config, shards)),
+        lambda attn: by_head(attn, config),
     )
 
 
@@ -62,14 +64,21 @@ def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
         shape = (*parts[0].shape[:-1], shards * columns)
         return dataclasses.replace(parts[0], shape=shape, granule=columns)
 
-    return _with_layers(family.param_specs(config), lambda attn: _fused(attn, spec))
-
-
-def _with_layers(params: Params, change: Any) -> Params:
-    layers = tuple(
-        layer if isinstance(layer.attn, LatentAttention) else layer.replace(attn=change(layer.attn))
-        for layer in params.layers
+    return _with_layers(
+        family.param_specs(config),
+        lambda attn: _fused(attn, spec),
+        lambda attn: by_head_specs(attn, config),
     )
+
+
+def _with_layers(params: Params, change: Any, of_latent: Any) -> Params:
+    """The parameters with each layer's attention changed, latent projections by another function
+    than others."""
+
+    def changed(attn: Any) -> Any:
+        return of_latent(attn) if isinstance(attn, LatentAttention) else change(attn)
+
+    layers = tuple(layer.replace(attn=changed(layer.attn)) for layer in params.layers)
     return params.replace(layers=layers)
 
 
@@ -83,7 +92,7 @@ def _fused(attn: AttentionParams, join: Any) -> FusedAttention:
 
 def param_bytes(config: ModelConfig, dtype: DTypeLike, mesh: Mesh | None = None) -> int:
     """Bytes of parameters on each device (without a mesh: on the one device), with q, k and v
-    fused, and quantised ones as they are stored. Unfused parameters take the same, unless KV heads
+    fused, and quantised ones as steps have them. Unfused parameters take the same, unless KV heads
     are repeated, and such models have no hidden caches. dtype: dtype of parameters without a dtype
     of their own."""
     shards = 1 if mesh is None else mesh.size

@@ -39,6 +39,16 @@ def positive_int(hf: Mapping[str, Any], field: str, default: int | None = None) 
     return value
 
 
+def layer_count(hf: Mapping[str, Any], field: str) -> int:
+    """The field as a number of layers, 0 if it is missing. Raises ValueError, which names the
+    field, if it is something else."""
+    value = hf.get(field)
+    value = 0 if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"config.json: {field} must be a number of layers, got {shown(value)}")
+    return value
+
+
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
     """The field as a finite float above 0. Raises ValueError, which names the field, if it is
     missing or something else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from jaxserve.sched.cost.model_shapes import MODELS
+from jaxserve.sched.cost.model_shapes import MODELS, Model
 
 _LLAMA_3: dict[str, Any] = {
     "max_position_embeddings": 8192,
@@ -49,6 +49,80 @@ _GEMMA_3: dict[str, Any] = {
     "head_dim": 128,
     "tie_word_embeddings": True,
 }
+_YARN: dict[str, Any] = {
+    "type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(shape: Model) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "max_position_embeddings": 131072,
+        "bos_token_id": 199998,
+        "eos_token_id": [200002, 199999, 200012],
+        "head_dim": 64,
+        "sliding_window": 128,
+        "num_local_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "attention_bias": True,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    }
+
+
+def _routed(shape: Model) -> dict[str, Any]:
+    """The experts of a DeepSeek or GLM-4.5, and its first layers without."""
+    return {
+        "intermediate_size": shape.dense_d_ff,
+        "first_k_dense_replace": shape.dense_layers,
+        "moe_intermediate_size": shape.d_ff,
+        "n_routed_experts": shape.experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": shape.experts_per_token,
+    }
+
+
+def _deepseek(shape: Model) -> dict[str, Any]:
+    return _routed(shape) | {
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": shape.latent,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "rms_norm_eps": 1e-6,
+    }
+
+
+def _glm(shape: Model) -> dict[str, Any]:
+    return _routed(shape) | {
+        "model_type": "glm4_moe",
+        "head_dim": shape.head_dim,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "bos_token_id": None,
+        "eos_token_id": [151329, 151336, 151338],
+    }
+
 
 # Fields of rotary models' configs beside their shape that differ from most.
 _ROTARY: dict[str, dict[str, Any]] = {
@@ -81,54 +155,42 @@ _ROTARY: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "max_position_embeddings": 131072,
-        "bos_token_id": 199998,
-        "eos_token_id": [200002, 199999, 200012],
-        "head_dim": 64,
-        "sliding_window": 128,
-        "num_local_experts": MODELS["gpt-oss-20b"].experts,
-        "num_experts_per_tok": MODELS["gpt-oss-20b"].experts_per_token,
-        "attention_bias": True,
-        "swiglu_limit": 7.0,
-        "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
-    "deepseek-v2-lite": {
+    **{name: _gpt_oss(MODELS[name]) for name in ("gpt-oss-20b", "gpt-oss-120b")},
+    "deepseek-v2-lite": _deepseek(MODELS["deepseek-v2-lite"])
+    | {
         "model_type": "deepseek_v2",
-        "intermediate_size": 10944,  # of the first layer
-        "moe_intermediate_size": MODELS["deepseek-v2-lite"].d_ff,
-        "n_routed_experts": MODELS["deepseek-v2-lite"].experts,
-        "num_experts_per_tok": MODELS["deepseek-v2-lite"].experts_per_token,
         "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
         "max_position_embeddings": 163840,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 40,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 0.707,
-            "mscale_all_dim": 0.707,
-            "original_max_position_embeddings": 4096,
-        },
+        "rope_scaling": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
         "bos_token_id": 100000,
         "eos_token_id": 100001,
-        "rms_norm_eps": 1e-6,
     },
+    "deepseek-v3": _deepseek(MODELS["deepseek-v3"])
+    | {
+        "model_type": "deepseek_v3",
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 163840,
+        "rope_scaling": _YARN,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "kimi-k2": _deepseek(MODELS["kimi-k2"])
+    | {
+        "model_type": "kimi_k2",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.827,
+        "max_position_embeddings": 131072,
+        "rope_theta": 50000.0,
+        "rope_scaling": _YARN | {"factor": 32, "beta_fast": 1.0, "beta_slow": 1.0},
+        "bos_token_id": 163584,
+        "eos_token_id": [163585, 163586],
+    },
+    "glm-4.5": _glm(MODELS["glm-4.5"]) | {"use_qk_norm": True, "routed_scaling_factor": 2.5},
+    "glm-4.5-air": _glm(MODELS["glm-4.5-air"]),
     "mixtral-8x7b": {
         "model_type": "mixtral",
         "max_position_embeddings": 32768,

@@ -39,7 +39,7 @@ from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.guessable import Guessable
 from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
-from jaxserve.simulator.workloads.programs import NO_PROGRAM, Programs
+from jaxserve.simulator.workloads.programs import NO_PROGRAM, NO_TOOL, Programs
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 
 _NUMBERS = tuple(name for name in Step._fields if name not in ("features", "received"))
@@ -292,6 +292,7 @@ def again(
             overlap=header.overlap,
             prefix_caching=header.prefix_caching,
             retention=header.retention,
+            groups=header.groups,
         ),
         run=RunOptions(
             seed=header.seed if seed is None else seed, checked=checked, record_rows=record_rows
@@ -411,13 +412,15 @@ def _programs(recording: Recording, there: list[Arrival]) -> Programs:
     parents, ends = dict[int, list[int]](), np.full(len(there), np.inf)
     place = {one.number: i for i, one in enumerate(there)}
     wait, program = np.zeros(len(there)), np.full(len(there), NO_PROGRAM, np.int64)
-    deadline = np.full(len(there), np.inf)
+    deadline, tool = np.full(len(there), np.inf), np.full(len(there), NO_TOOL, np.int64)
+    alone, number = _single_calls(there), dict[int, int]()
     for i, one in enumerate(there):
         if (end := recording.ends.get(one.number)) is not None:
             ends[i] = one.time + end.lifetime
-        if not one.program:
+        if not one.program or one.program in alone:
             continue
-        program[i], now = one.program - 1, _begin(recording, one)
+        program[i] = number.setdefault(one.program, len(number))
+        now = _begin(recording, one)
         deadline[i] = one.program_deadline or np.inf
         running, last = going.setdefault(one.program, []), latest.setdefault(one.program, [])
         for call in sorted(running, key=lambda call: float(ends[call])):
@@ -429,14 +432,31 @@ def _programs(recording: Recording, there: list[Arrival]) -> Programs:
         found = [source] if source in last else sorted(last)
         if found:
             parents[i] = found
-            wait[i] = max(0.0, now - float(ends[found].max()))
+            wait[i], tool[i] = max(0.0, now - float(ends[found].max())), one.tool - 1
         running.append(i)
     edges = [(parent, child) for child, found in parents.items() for parent in found]
     parent, child = np.array(edges, np.int64).reshape(-1, 2).T
     nothing = Programs.none(len(there))
     return dataclasses.replace(
-        nothing, program=program, wait=wait, deadline=deadline, parent=parent, child=child
+        nothing,
+        program=program,
+        wait=wait,
+        tool=tool,
+        deadline=deadline,
+        parent=parent,
+        child=child,
+        tools=tuple(f"tool {one}" for one in range(1, int(tool.max(initial=NO_TOOL)) + 2)),
     )
+
+
+def _single_calls(there: list[Arrival]) -> set[int]:
+    """The programs that no call names, and that have one call: requests by themselves. All
+    continuations of a call come at the same time."""
+    times = dict[int, set[float]]()
+    for one in there:
+        if not one.named:
+            times.setdefault(one.program, set()).add(one.time)
+    return {program for program, all_times in times.items() if len(all_times) == 1}
 
 
 def _within_lengths(prefixes: Prefixes, prompt: np.ndarray, output: np.ndarray) -> Prefixes:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cache.window_groups import WindowGroups, longest_in
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
@@ -152,6 +153,8 @@ class EngineOptions:
         say that their tokens are the same. Off by default, whatever the rules.
         retention: Which unread pages are kept: a name of `registry.RETENTIONS`, with parameters.
         Others than `lru` run in Python.
+        groups: The groups of layers with a window, which keep no more than it; None for none. Runs
+            in Python.
         online: Policies see a model that starts as this one and learns from the steps, as in a
         server.
     """
@@ -169,6 +172,7 @@ class EngineOptions:
     prefix_caching: bool = False
     retention: str = LRU
     online: LinearCostModel | None = None
+    groups: WindowGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,13 @@ class Setting:
     prefix_caching: bool = False
     retention: str = LRU
     online: LinearCostModel | None = None
+    groups: WindowGroups | None = None
+
+    @property
+    def longest_alone(self) -> int:
+        """Tokens of the longest request that the pool holds."""
+        ahead = self.limits.max_batch_tokens
+        return longest_in(self.num_blocks, self.block_size, self.groups, ahead)
 
 
 @dataclass(frozen=True)

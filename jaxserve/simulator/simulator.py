@@ -201,6 +201,7 @@ def _setting(
         prefix_caching=engine.prefix_caching,
         retention=engine.retention,
         online=engine.online,
+        groups=engine.groups,
     )
     if known is None:
         return setting
@@ -260,11 +261,11 @@ def _compiled(options: RunOptions, setting: Setting, traffic: TrafficOptions) ->
     if share is not None and not share >= 0:
         raise SimulationError(f"refuse_late must be at least 0, got {share}")
     plain = not (options.checked or setting.online or options.record_rows or cut)
-    in_python = not plain or share is not None
+    in_python = not plain or share is not None or setting.groups is not None
     if options.compiled and in_python:
         raise SimulationError(
-            "compiled simulations check no plans, learn nothing, record no rows, predict no waits "
-            "and are not cut off"
+            "compiled simulations check no plans, learn nothing, record no rows, predict no waits, "
+            "know no groups of layers and are not cut off"
         )
     return False if in_python else options.compiled
 
@@ -403,7 +404,7 @@ def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
     Raises SimulationError if M cannot hold a request at its limit, which a server would refuse, or
     if C cannot hold one that is not chunked. The last token of a request is never stored.
     """
-    kv_tokens, limits = tokens_in(setting.num_blocks, setting.block_size), setting.limits
+    kv_tokens, limits = setting.longest_alone, setting.limits
     allowed, total = workload.prompt_len + workload.limit, workload.lengths.total
     worst = int(np.lexsort((total, allowed))[-1])
     longest = int(allowed[worst])
@@ -425,7 +426,7 @@ def _check_fits(workload: Workload, policy: Policy, setting: Setting) -> int:
 def _that_fit(workload: Workload, policy: Policy, setting: Setting) -> Workload:
     """The requests that pass `_check_fits`, once their limits are cut to M. Raises SimulationError
     if there are none."""
-    most = tokens_in(setting.num_blocks, setting.block_size) + 1
+    most = setting.longest_alone + 1
     step = most if policy.chunked else setting.limits.max_batch_tokens + 1
     fits = ~workload.programs.cut_off(workload.lengths.total > min(most, step))
     if not fits.any():

@@ -31,7 +31,7 @@ _OF_BOTH = (
     *("quantization_config", "tie_word_embeddings"),
 )
 # For configs whose text part does not say.
-_TEXTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+_TEXTS = {"gemma3": "gemma3_text", "mistral3": "mistral", "kimi_k25": "deepseek_v3"}
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +87,12 @@ def load_config(path: str | Path) -> tuple[Family, ModelConfig, dict[str, Any]]:
 
 def _of_language(hf: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The config of the text part, if the model is also for images; other configs as they are."""
-    text = hf.get("text_config")
-    if not isinstance(text, dict) or hf.get("model_type") in MODEL_TYPES:
+    text, kind = hf.get("text_config"), str(hf.get("model_type"))
+    known = kind in MODEL_TYPES
+    if hf.get("vision_config") is not None if known else isinstance(text, dict):
+        log.warning("%s: of this %s only texts are served; images are refused", folder, shown(kind))
+    if known or not isinstance(text, dict):
         return hf
-    kind = str(hf.get("model_type"))
-    log.warning("%s: of this %s only texts are served; images are refused", folder, shown(kind))
     outer = {name: hf[name] for name in _OF_BOTH if name in hf}
     # A stored head that is another table takes precedence, see `is_tied`.
     tied = outer.get("tie_word_embeddings", True) or text.get("tie_word_embeddings", False)

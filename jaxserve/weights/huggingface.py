@@ -102,6 +102,7 @@ def load_safetensors(
             else:
                 _check(files, leaf.spec, leaf.source)
                 used.update(map(files.stored, leaf.source.names))
+        used |= _further(files, config, folder)
         _check_rest(files, used, config, folder, stored)
         if isinstance(files, TensorFiles) and files.mxfp4:
             _log_mxfp4(folder, files, leaves, quantization, dtype)
@@ -110,7 +111,8 @@ def load_safetensors(
                 if stored is not None and leaf.scheme(quantization):
                     params.append(_load_packed(files, leaf, stored, quantization, mesh))
                 else:
-                    wide = _load_leaf(files, leaf.spec, leaf.source, dtype, mesh)
+                    of_leaf = jnp.dtype(leaf.spec.dtype or dtype)
+                    wide = _load_leaf(files, leaf.spec, leaf.source, of_leaf, mesh)
                     params.append(quantize_leaf(wide, leaf, quantization, mesh))
                 bar.update(leaf.spec.size * dtype.itemsize)
     return jax.tree.unflatten(treedef, params)
@@ -183,6 +185,21 @@ def _is_zero(files: Tensors, name: str) -> bool:
     if not isinstance(files, TensorFiles) or len(files.shape(name)) != 1:
         return False
     return not files.read(name, (slice(None),)).any()
+
+
+def _further(files: Tensors, config: ModelConfig, folder: Path) -> Set[str]:
+    """The tensors of layers for multi-token prediction, which nothing uses."""
+    numbers = range(config.num_layers, config.num_layers + config.mtp_layers)
+    found = {name: _LAYER.search(name) for name in files.names}
+    names = {name for name, layer in found.items() if layer and int(layer[1]) in numbers}
+    if names:
+        log.info(
+            "%s: its %d tensors of layers from %d on, for multi-token prediction, are not used",
+            folder,
+            len(names),
+            config.num_layers,
+        )
+    return names
 
 
 def _check_rest(

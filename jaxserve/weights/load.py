@@ -19,7 +19,7 @@ from jaxserve.config import LOAD_FORMATS
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
 from jaxserve.models.fused import fused_specs, side_by_side
-from jaxserve.models.latent import LatentAttention
+from jaxserve.models.latent import ByHead, LatentAttention, by_head
 from jaxserve.models.layers import Linear
 from jaxserve.models.mesh_axes import TENSOR
 from jaxserve.models.quantized import Quantized
@@ -159,8 +159,8 @@ def _all_own(finite: jax.Array | np.ndarray) -> bool:
 def fuse_loaded(
     params: Params, family: Family, config: ModelConfig, mesh: Mesh | None = None
 ) -> Params:
-    """Fuses q, k and v of each layer into one array, on the devices. Deletes the parts from
-    `params` layer by layer, so that at most one layer is in memory twice.
+    """Fuses q, k and v of each layer into one array, or cuts `kv_b` by heads, on the devices.
+    Deletes these from `params` layer by layer, so that at most one layer is in memory twice.
 
     Args:
         params: as loaded.
@@ -173,7 +173,10 @@ def fuse_loaded(
     for layer, spec in zip(params.layers, fused_specs(family, config, shards).layers, strict=True):
         attn = layer.attn
         if isinstance(attn, LatentAttention):
-            layers.append(layer)
+            placed = (param_sharding(mesh, part) for part in jax.tree.leaves(spec.attn.kv_b))
+            apart = _cutting(config, tuple(placed))(attn)
+            jax.tree.map(lambda part: part.delete(), attn.kv_b)
+            layers.append(layer.replace(attn=dataclasses.replace(attn, kv_b=apart)))
             continue
 
         def join(spec: ParamSpec, *parts: jax.Array) -> jax.Array:
@@ -218,6 +221,21 @@ def transpose_loaded(params: Params, dtype: DTypeLike) -> Params:
 
     kinds = AttentionParams | Linear | Quantized
     return jax.tree.map(turned, params, is_leaf=lambda n: isinstance(n, kinds))
+
+
+@functools.cache
+def _cutting(
+    config: ModelConfig, shardings: tuple[jax.sharding.Sharding, ...]
+) -> Callable[[LatentAttention], ByHead]:
+    """`by_head`'s `kv_b` with these shardings, of K and of V, compiled once for all layers."""
+
+    def cut(attn: LatentAttention) -> ByHead:
+        apart = by_head(attn, config).kv_b
+        assert isinstance(apart, ByHead)
+        return apart
+
+    of_k, of_v = map(Linear, shardings)
+    return jax.jit(cut, out_shardings=ByHead(of_k, of_v))
 
 
 @functools.cache

@@ -343,19 +343,40 @@ def _scheme_of_floats(
     if len(files.shape(scale)) > 2:
         raise CheckpointError(f"tensor {scale!r} has shape {list(files.shape(scale))}")
     rows, groups = _two(files.shape(scale))
-    across = outputs if form.block is None else -(-outputs // form.block[0])
-    if rows not in (1, outputs, across):
+    if form.block is not None:
+        _check_blocks(scale, form.block, (rows, groups), (outputs, inputs))
+    elif rows not in (1, outputs):
         raise CheckpointError(f"tensor {scale!r}: {rows} scales for {outputs} outputs")
     group = _group(name, groups, inputs)
-    if form.block is not None and rows != outputs and group not in (0, form.block[1]):
-        raise CheckpointError(
-            f"tensor {scale!r}: blocks of {form.block[1]} do not divide {inputs} inputs"
-        )
     _refuse_order(files, f"{name}.weight_g_idx", group or inputs, inputs)
     _check_zero_point(
         form, files, f"{name}.weight_zero_point", bits if packed else 0, groups, outputs
     )
     return Scheme(kind, group, not form.symmetric, _scale_dtype(files, scale))
+
+
+def _check_blocks(
+    name: str, block: tuple[int, int], scales: tuple[int, int], size: tuple[int, int]
+) -> None:
+    """Raises CheckpointError unless there is a scale for every block. Only the last one of outputs
+    may be smaller.
+
+    Args:
+        name: the scales' tensor.
+        block: size of a block, outputs by inputs, as in the other two.
+        scales: their shape.
+        size: that of the weight.
+    """
+    wanted = tuple(-(-size // each) for size, each in zip(size, block, strict=True))
+    if scales != wanted:
+        raise CheckpointError(
+            f"tensor {name!r} has shape {list(scales)}, not {list(wanted)} for blocks of "
+            f"{block[0]} x {block[1]}"
+        )
+    if wanted[1] > 1 and size[1] % block[1]:
+        raise CheckpointError(
+            f"tensor {name!r}: blocks of {block[1]} do not divide {size[1]} inputs"
+        )
 
 
 def _check_zero_point(

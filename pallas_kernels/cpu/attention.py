@@ -59,10 +59,13 @@ def paged_attention(
     decode_only: bool,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """See `attention.paged_attention`: q [T, H, D] -> the same, on one CPU device."""
+    """See `attention.paged_attention`: q [T, H, D] -> the same, or [T, H, 2 * halves], on one CPU
+    device."""
+    if scoring.halves and pool.shape[2] != 1:
+        raise ValueError(f"halves: want one KV head a device, got {pool.shape[2]}")
     call = jax.ffi.ffi_call(
-        target(q.shape[2], pool.dtype.name),
-        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        target(q.shape[2], pool.dtype.name, halves=scoring.halves),
+        jax.ShapeDtypeStruct((*q.shape[:2], 2 * scoring.halves or q.shape[2]), jnp.float32),
     )
     masks = scoring.sliding_window or 0, scoring.both_ways
     ints = jnp.stack([jnp.asarray(layer, jnp.int32), *map(jnp.int32, masks)])
@@ -88,45 +91,50 @@ def paged_attention(
 
 
 @compiled_once
-def target(head_dim: int, dtype: str) -> str:
-    """The name of the kernel for heads of this width, which is compiled at the first call.
+def target(head_dim: int, dtype: str, *, halves: int) -> str:
+    """The name of the kernel for queries of this width, which is compiled at the first call.
+    halves: see `Scoring`; if not 0, heads of K and V have half the width.
+
     Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype in `NUMBERS`; from
     `AttentionBatch`: tables, context_lens, query_start, query_lens, direction, kind, token_row;
     int32 [3]: layer, sliding_window (0: none), whether tokens see later ones; float32 [2 + H]:
     scale, soft_cap (0: none), sinks (`NO_SINK`: none); for an int8 pool its scales, float32 [L, B,
-    K, S]. Result: [T, H, D].
+    K, S]. Result: [T, H, D], or [T, H, 2 * halves].
     """
     name, number = f"jaxserve_paged_attention_{dtype}_{head_dim}", NUMBERS[dtype]
+    name, cached_dim = (f"{name}_{halves}", head_dim // 2) if halves else (name, head_dim)
     last, scaled = _OUT + (dtype == "int8"), dtype == "int8"
 
     @njit(**OPTIONS)
     def plan(given: Any) -> Any:
-        return _plan(given, given[last])
+        return _plan(given, given[last], halves)
 
     @njit(**INLINE)
     def share(given: Any, address: int, i: int) -> None:
         layers, blocks, kv_heads, size, _ = dims(given[_POOL], 5)
-        shape = layers, blocks, kv_heads, size, head_dim
+        shape = layers, blocks, kv_heads, size, cached_dim
         pool = carray(data(given[_POOL]), shape, number)
         if scaled:
             scales = carray(data(given[_SCALES]), shape[:4], np.float32)
-            _share(given, pool, scales, given[last], address, i, head_dim)
+            _share(given, pool, scales, given[last], address, i, head_dim, halves)
         else:
-            _share(given, pool, None, given[last], address, i, head_dim)
+            _share(given, pool, None, given[last], address, i, head_dim, halves)
 
     files = (__file__, queries.__file__, scores.__file__, vectors.__file__)
     return register(name, plan, share, *files)
 
 
 @njit(**OPTIONS)
-def _plan(given: Any, result: Any) -> Any:
+def _plan(given: Any, result: Any, halves: int) -> Any:
     """Zeroes tokens that belong to no KV row, and cuts the others into shares: (row, first query
-    token, tokens, first kv head, heads), those with most work first."""
+    token, tokens, first kv head, heads), those with most work first. With halves, where all query
+    heads share one KV head, parts of `FEW` query heads take the place of kv heads."""
     tokens, heads, head_dim = dims(given[_Q], 3)
     kv_heads = dims(given[_POOL], 5)[2]
     lens, many, kind = int32s(given[_LENS]), int32s(given[_MANY]), int32s(given[_KIND])
     token_row, rows = int32s(given[_TOKEN_ROW]), len(kind)
-    out = carray(data(result), (tokens, heads * head_dim), np.float32)
+    width = 2 * halves if halves else head_dim
+    out = carray(data(result), (tokens, heads * width), np.float32)
     for token in range(tokens):
         row = token_row[token]
         if row < 0 or row >= rows or kind[row] != KV:
@@ -137,12 +145,13 @@ def _plan(given: Any, result: Any) -> Any:
         if kind[row] == KV and many[row] > 0:
             tiles += (many[row] + tile - 1) // tile
             work += lens[row] * kv_heads * head_dim * ((many[row] + FEW) // FEW)
+    parts = (heads + FEW - 1) // FEW if halves else kv_heads
     cuts = 1  # cuts of the heads
     if work >= ALONE:
-        while cuts < kv_heads and tiles * cuts < ENOUGH:
+        while cuts < parts and tiles * cuts < ENOUGH:
             cuts += 1
-    per = (kv_heads + cuts - 1) // cuts
-    cuts = (kv_heads + per - 1) // per
+    per = (parts + cuts - 1) // cuts
+    cuts = (parts + per - 1) // per
     address = allocate(_HEAD + tiles * cuts * _UNIT)
     head = words(address, _HEAD)
     units = words(address + 8 * _HEAD, tiles * cuts * _UNIT).reshape((tiles * cuts, _UNIT))
@@ -155,7 +164,7 @@ def _plan(given: Any, result: Any) -> Any:
                 units[at, 0], units[at, 1] = row, i * tile
                 units[at, 2] = min(tile, many[row] - i * tile)
                 units[at, 3] = cut * per
-                units[at, 4] = min(per, kv_heads - cut * per)
+                units[at, 4] = min(per, parts - cut * per)
                 at += 1
     # A few shares at a time if there are many, all of them if other threads would come too late.
     head[0], head[1] = at, max(1, at // SHARES) if work >= ALONE else max(1, at)
@@ -164,8 +173,9 @@ def _plan(given: Any, result: Any) -> Any:
 
 @njit(**INLINE)
 def _share(
-    given: Any, pool: Any, scales: Any, result: Any, address: int, i: int, head_dim: int
-) -> None:
+    given: Any, pool: Any, scales: Any, result: Any, address: int, i: int, head_dim: int,
+    halves: int,
+) -> None:  # fmt: skip
     tokens, heads, _ = dims(given[_Q], 3)
     kv_heads = pool.shape[2]
     rows, _, table_width = dims(given[_TABLES], 3)
@@ -174,7 +184,8 @@ def _share(
     lens, start, many = int32s(given[_LENS]), int32s(given[_START]), int32s(given[_MANY])
     sides, ints = int32s(given[_SIDE]), int32s(given[_INTS])
     floats = carray(data(given[_FLOATS]), (2 + heads,), np.float32)
-    out = carray(data(result), (tokens, heads, head_dim), np.float32)
+    width = 2 * halves if halves else head_dim
+    out = carray(data(result), (tokens, heads, width), np.float32)
     layer, window = pool[ints[0]], ints[1]
     ahead = 0
     if ints[2] != 0:
@@ -193,9 +204,15 @@ def _share(
     for unit in range(i * per, min((i + 1) * per, number)):
         row, first, count, head, count_heads = units[unit]
         position = lens[row] - many[row] + first
-        for h in range(head, head + count_heads):
+        # With halves, the query heads of the share read the one KV head together.
+        begin, end, each = head, head + count_heads, group
+        if halves:
+            begin, end, each = 0, 1, min(count_heads * FEW, heads - head * FEW)
+        for h in range(begin, end):
+            of = head * FEW if halves else h * group
             attend(
-                out, q, layer, layer_scales, tables[row], h, sides[row], start[row] + first, count,
-                position, lens[row], ahead, scale, window, cap, sinks, head_dim, memory,
+                out, q, layer, layer_scales, tables[row], h, of, each, sides[row],
+                start[row] + first, count, position, lens[row], ahead, scale, window, cap, sinks,
+                head_dim, halves, memory,
             )  # fmt: skip
     free(memory)

@@ -135,6 +135,7 @@ BACKEND = dataclasses.replace(
     adds_minimums=True,
     batch_invariant=True,
     both_ways=True,
+    halves=True,
     norm=_norm,
     log_sum_exp=norms.log_sum_exp,
     angles=rotary.angles,

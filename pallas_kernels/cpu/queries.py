@@ -63,19 +63,22 @@ def _floats(address: int, rows: int, columns: int) -> Any:
 
 @njit(**INLINE)
 def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a function of its own
-    out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, side: int, token: int,
-    count: int, position: int, context: int, ahead: int, scale: float, window: int, cap: float,
-    sinks: Any, head_dim: int, memory: Any,
+    out: Any, q: Any, layer: Any, scales: Any, table: Any, head: int, first_head: int, group: int,
+    side: int, token: int, count: int, position: int, context: int, ahead: int, scale: float,
+    window: int, cap: float, sinks: Any, head_dim: int, halves: int, memory: Any,
 ) -> None:  # fmt: skip
-    """Attention of one or several tokens of a row, for the query heads of one KV head.
+    """Attention of one or several tokens of a row, for query heads of one KV head.
 
     Args:
-        out: float32 [T, H, D], filled in for these tokens and heads.
+        out: float32 [T, H, D], or [T, H, 2 * halves], filled in for these tokens and heads.
         q: float32 [T, H, D].
-        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`.
+        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`; D / 2
+            with halves.
         scales: float32 [blocks, kv_heads, block_size], or None.
         table: int32 [2, W], the row's block ids.
         head: KV head.
+        first_head: The first of the query heads.
+        group: Number of query heads.
         side: The row's direction, LEFT or RIGHT.
         token: Index of the first token in q.
         count: Number of tokens.
@@ -87,16 +90,22 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         cap: Soft cap; 0 for none.
         sinks: float32 [H], scores without a value; `NO_SINK` for none.
         head_dim: D.
-        memory: Of `room`, for count * H / kv_heads queries at least.
+        halves: See `Scoring`.
+        memory: Of `room`, for count * group queries at least.
     """
-    group, size = q.shape[1] // layer.shape[1], layer.shape[2]
+    size = layer.shape[2]
     queries, width = count * group, (head_dim + LANES - 1) // LANES * LANES
     together = 1 if queries == 1 else QUERIES  # the last of them may be none
     room_for = (queries + together - 1) // together * together
-    first_head, row = head * group, BYTES * width
+    row = BYTES * width
     left_at, sums_at, keys_at, values_at, lines_at, factors_at, tops_at, totals_at = _parts(
         memory, room_for, width
     )
+    result_dim, value_width = head_dim, width
+    if halves:
+        # A chunk is put in order once: first what are values, then the rest of the keys.
+        values_at, result_dim = keys_at, 2 * halves
+        value_width = (result_dim + LANES - 1) // LANES * LANES
     left, sums = _floats(left_at, room_for, width), _floats(sums_at, room_for, width)
     keys, values = _floats(keys_at, CHUNK, width), _floats(values_at, CHUNK, width)
     lines, factors = _floats(lines_at, QUERIES, CHUNK), _floats(factors_at, 2, CHUNK)
@@ -110,14 +119,23 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         if sink > _MASKED:
             tops[m], totals[m] = sink, np.float32(1)
         query = q[token + m // group, first_head + m % group]
-        for d in range(head_dim):
-            left[m, d] = query[d] * scale
+        if halves:
+            half, rest = head_dim // 2, head_dim // 2 - halves
+            for d in range(halves):
+                left[m, d] = query[d] * scale
+                left[m, halves + d] = query[half + d] * scale
+            for d in range(rest):
+                left[m, result_dim + d] = query[halves + d] * scale
+                left[m, result_dim + rest + d] = query[half + halves + d] * scale
+        else:
+            for d in range(head_dim):
+                left[m, d] = query[d] * scale
         for d in range(head_dim, width):
             left[m, d] = np.float32(0)
         for d in range(width):
             sums[m, d] = np.float32(0)
     # Few queries read K and V in place; for many it pays to copy a chunk first.
-    in_place = queries <= FEW and width == head_dim and size % LANES == 0
+    in_place = queries <= FEW and width == head_dim and size % LANES == 0 and not halves
     low = max(0, position - window + 1) if window > 0 else 0
     if window > 0:
         ahead = min(ahead, window - 1)
@@ -126,7 +144,10 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
     for first in range(low // CHUNK * CHUNK, high, CHUNK):
         begin, end = max(first, low), min(first + CHUNK, high)
         if not in_place:
-            _in_order(layer, table, head, side, first, begin, end, keys, values, head_dim)
+            if halves:
+                _join(layer, table, head, side, first, begin, end, keys, halves)
+            else:
+                _in_order(layer, table, head, side, first, begin, end, keys, values, head_dim)
         if scales is not None:
             _scales_in_order(scales, table, head, side, first, begin, end, factors)
         for some in range(0, queries, together):
@@ -204,15 +225,17 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
                         elif stage == 1:
                             here = values_at + j * row
                             add_values(
-                                QUERIES, values, here, row, weights, many, width, sum_at, row
+                                QUERIES, values, here, row, weights, many, value_width, sum_at, row
                             )
                         else:
                             here = values_at + j * row
-                            add_values(1, values, here, row, weights, many, width, sum_at, row)
+                            add_values(
+                                1, values, here, row, weights, many, value_width, sum_at, row
+                            )
     for m in range(queries):
         inverse = np.float32(1) / totals[m]
         result = out[token + m // group, first_head + m % group]
-        for d in range(head_dim):
+        for d in range(result_dim):
             result[d] = sums[m, d] * inverse
 
 
@@ -270,6 +293,31 @@ def _in_order(
             values[position - first, d] = widened(value[d])
         for d in range(head_dim, keys.shape[1]):
             keys[position - first, d] = values[position - first, d] = np.float32(0)
+
+
+@njit(**INLINE)
+def _join(
+    layer: Any, table: Any, head: int, side: int, first: int, begin: int, end: int, keys: Any,
+    halves: int,
+) -> None:  # fmt: skip
+    """Fills keys [CHUNK, width] likewise: the first `halves` of K and of V, then the rest of
+    both."""
+    size, rest = layer.shape[2], layer.shape[3] - halves
+    for position in range(begin, end):
+        b = position // size
+        t = position - b * size
+        slot = t if side == LEFT else size - 1 - t
+        key, value = layer[table[0, b], head, slot], layer[table[1, b], head, slot]
+        whole = keys[position - first]
+        for d in range(halves):
+            whole[d] = widened(key[d])
+        for d in range(halves):
+            whole[halves + d] = widened(value[d])
+        for d in range(rest):
+            whole[2 * halves + d] = widened(key[halves + d])
+            whole[2 * halves + rest + d] = widened(value[halves + d])
+        for d in range(2 * layer.shape[3], keys.shape[1]):
+            whole[d] = np.float32(0)
 
 
 @njit(**INLINE)

@@ -152,6 +152,7 @@ def _backend(of_the_rest: Backend, ours: Ours, *, interpret: bool) -> Backend:
         of_the_rest,
         attend=functools.partial(attend, ours=ours, interpret=interpret),
         supports=supports,
+        halves=False,
         plan=functools.partial(plan, ours=ours),
         xla_options=XLA_OPTIONS,
     )

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.backends import Backend, KernelShape
+from jaxserve.pallas_kernels.backends import Backend, KernelShape, Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, AttentionBatch
-from jaxserve.pallas_kernels.gpu_triton import absorbed, by_group, grouped, projected, write
+from jaxserve.pallas_kernels.gpu_triton import absorbed, by_group, grouped, latent, projected, write
 from jaxserve.pallas_kernels.gpu_triton import decode as triton_decode
 from jaxserve.pallas_kernels.gpu_triton import prefill as triton_prefill
 from jaxserve.pallas_kernels.gpu_triton.common import Geometry
@@ -42,8 +42,13 @@ def plan_uncut(
     *,
     sliding_window: int | None,
     decode_only: bool,
-) -> Work:
+    halves: int = 0,
+) -> Work | tuple[Work, ...]:
     """See `backends.Backend.plan`, for `attend_uncut`."""
+    if halves:
+        given = batch, Geometry.of(shape), jnp.dtype(dtype).itemsize, num_heads
+        masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
+        return latent.plan(*given, **masks, uncut=True)
     args = batch, Geometry.of(shape), jnp.dtype(dtype).itemsize, num_heads, triton_prefill.UNCUT
     return triton_prefill.plan(*args, sliding_window=sliding_window)
 
@@ -57,10 +62,13 @@ def plan(
     *,
     sliding_window: int | None,
     decode_only: bool,
-) -> PagedPlan | Work:
+    halves: int = 0,
+) -> PagedPlan | Work | tuple[Work, ...]:
     """See `backends.Backend.plan`."""
     geometry, itemsize = Geometry.of(shape), jnp.dtype(dtype).itemsize
     masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
+    if halves:
+        return latent.plan(batch, geometry, itemsize, num_heads, **masks, uncut=False)
     if kind == HIDDEN:
         return projected.plan(batch, geometry, itemsize, num_heads, **masks)
     decode = triton_decode.plan(batch, geometry, itemsize, **masks)
@@ -89,13 +97,19 @@ def attend(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
-    plan: PagedPlan,
+    plan: Any,
     *,
+    scoring: Scoring,
     decode_only: bool,
-    **options: Any,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """See `backends.Backend.attend`: decodes and chunks, each by a kernel of its own."""
     arguments = (q, pool, layer, batch)
+    options: dict[str, Any] = {"scoring": scoring, "interpret": interpret}
+    if scoring.halves:
+        return latent.attend(*arguments, plan, decode_only=decode_only, uncut=False, **options)
+    options["sinks"] = sinks
     out = triton_decode.paged_decode(*arguments, plan.decode, decode_only=decode_only, **options)
     if not decode_only:
         for kind, work in zip(triton_prefill.kinds(batch), plan.chunks, strict=True):
@@ -108,13 +122,20 @@ def attend_uncut(
     pool: jax.Array,
     layer: jax.Array | int,
     batch: AttentionBatch,
-    plan: Work,
+    plan: Any,
     *,
+    scoring: Scoring,
     decode_only: bool,
-    **options: Any,
+    sinks: jax.Array | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """See `backends.Backend.attend`: decodes and chunks by one kernel, with a fixed order of
     sums."""
+    options: dict[str, Any] = {"scoring": scoring, "interpret": interpret}
+    if scoring.halves:
+        given = q, pool, layer, batch, plan
+        return latent.attend(*given, decode_only=decode_only, uncut=True, **options)
+    options["sinks"] = sinks
     out, kind = jnp.zeros_like(q), triton_prefill.UNCUT
     return triton_prefill.paged_prefill(out, q, pool, layer, batch, plan, kind, **options)
 
@@ -126,6 +147,8 @@ def supports(kind: int, shape: KernelShape) -> str | None:
     name = jnp.dtype(shape.dtype).name
     if name not in POOL_DTYPES:
         return f"dtype: must be one of {POOL_DTYPES}, got {name}"
+    if shape.halves:
+        return _why_no_halves(shape)
     if not 1 <= head_dim <= MAX_HEAD_DIM or head_dim % 8:
         return f"head_dim: must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}"
     if shape.block_size < 1:
@@ -135,6 +158,16 @@ def supports(kind: int, shape: KernelShape) -> str | None:
         return f"num_heads: must be at most {most} for hidden caches, got {num_heads}"
     if group > MAX_GROUP:
         return f"num_heads: must be at most {MAX_GROUP} a kv head, got {group}"
+    return None
+
+
+def _why_no_halves(shape: KernelShape) -> str | None:
+    """The same of latent vectors."""
+    if shape.halves > MAX_HEAD_DIM or shape.halves % 8 or shape.head_dim % 8:
+        what = f"multiples of 8 up to {MAX_HEAD_DIM}, and so must head_dim"
+        return f"halves: must be {what}, got {shape.halves} and {shape.head_dim}"
+    if shape.kv_heads != 1 or shape.sinks or jnp.dtype(shape.dtype).itemsize == 1:
+        return "latent vectors: must be one a token, of 16 or 32 bits, without sinks"
     return None
 
 
@@ -150,6 +183,7 @@ def _backend(interpret: bool) -> Backend:
         stage_in=with_mode(write.stage_in),
         scales=SCALES,
         supports=supports,
+        halves=True,
         plan=plan,
         plan_absorbed=plan_absorbed,
         quantized_matmul=with_mode(grouped.choose),

@@ -63,6 +63,8 @@ def store_segment(
     used: jax.Array,
     members: int,
     sinks: common.Ref | None = None,
+    *,
+    before: int = 0,
 ) -> None:
     """Stores a segment's result: to the output if the segment is its whole item, else as a part.
 
@@ -76,6 +78,7 @@ def store_segment(
         members: Members that a place has room for.
         sinks: float32 [num_heads] in units of log 2, for an output [tokens * num_heads, D]; None
             for none. They only join the softmax of segments stored to the output.
+        before: Members of the item before these.
     """
     done = state
     if sinks is not None:
@@ -85,7 +88,7 @@ def store_segment(
     if parts is None:
         return common.store_rows(out_ref, rows, online_softmax.finish(done), used)
     common.store_rows(out_ref, rows, online_softmax.finish(done), used & segment.whole)
-    at = segment.place * members + jnp.arange(rows.shape[0], dtype=jnp.int32)
+    at = segment.place * members + before + jnp.arange(rows.shape[0], dtype=jnp.int32)
     used = used & ~segment.whole
     plgpu.store(parts.peak.at[at], state.peak, mask=used)
     plgpu.store(parts.total.at[at], state.total, mask=used)

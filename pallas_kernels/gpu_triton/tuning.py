@@ -93,6 +93,16 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
         (90, 1, 0): Launch(128, queries=64, warps=4, stages=2, resident=2),
         (90, 1, 256): Launch(32, queries=64, warps=4, stages=4, resident=2),
     },
+    # All heads' sums over latent vectors: a few tokens, and chunks.
+    "latent": {
+        (80, 2, 0): Launch(32, queries=16, warps=4, stages=3, resident=2),
+        (80, 4, 0): Launch(16, queries=16, warps=8, stages=1),
+    },
+    "latent_prompts": {
+        (80, 2, 0): Launch(32, queries=64, warps=8, stages=3),
+        (80, 4, 0): Launch(16, queries=16, warps=8, stages=1),
+        (90, 2, 0): Launch(32, queries=32, warps=8, stages=3, resident=2),
+    },
     "absorbed_scores": {
         (80, 2, 0): Launch(64, warps=4, stages=3, resident=2),
         (80, 2, 256): Launch(32, warps=4, stages=3, resident=2),

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxserve.pallas_kernels.backends import Backend, ScaleOps, Scoring
+from jaxserve.pallas_kernels.backends import Backend, KernelShape, ScaleOps, Scoring
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, AttentionBatch
 from jaxserve.pallas_kernels.tpu import (
     absorbed,
     common,
     decode,
     grouped,
+    halves,
     move,
     prefill,
     projected,
@@ -54,9 +55,10 @@ def _plan(
     decode_only: bool,
     interpret: bool,
     deterministic: bool = False,
+    halves: int = 0,
 ) -> PagedPlan | Tiles:
-    """See `backends.Backend.plan`. deterministic: decodes are treated as chunks, so that a query's
-    sums have a fixed order wherever its chunk begins."""
+    """See `backends.Backend.plan`; nothing depends on halves. deterministic: decodes are treated as
+    chunks, so that a query's sums have a fixed order wherever its chunk begins."""
     if kind == HIDDEN:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         return projected.plan(batch, shape, dtype, interpret=interpret, **masks)
@@ -100,6 +102,11 @@ def _attend(
     return out.at[plan.token].set(decoded, mode="drop")
 
 
+def _supports(kind: int, shape: KernelShape) -> str | None:
+    why_not = common.supports(kind, shape)
+    return halves.supports(shape) if why_not is None and shape.halves else why_not
+
+
 def _backend(interpret: bool) -> Backend:
     with_mode = functools.partial(functools.partial, interpret=interpret)
     return Backend(
@@ -110,7 +117,8 @@ def _backend(interpret: bool) -> Backend:
         move=with_mode(move.move),
         stage_out=with_mode(move.stage_out),
         stage_in=with_mode(move.stage_in),
-        supports=common.supports,
+        supports=_supports,
+        halves=True,
         plan=with_mode(_plan),
         plan_absorbed=with_mode(absorbed.plan),
         plan_write=write.plan,

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.pool import Pool, read_as
-from jaxserve.pallas_kernels.tpu import common, softmax, tuning
+from jaxserve.pallas_kernels.tpu import common, halves, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
 from jaxserve.pallas_kernels.tpu.stream import (
     Buffer,
@@ -36,7 +36,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, R]
     layer: Any,  # SMEM int32 [1]
     # Inputs.
-    q: Any,  # VMEM [1, heads, group, head_dim], the item's row
+    q: Any,  # VMEM [1, heads, group, head_dim], the item's row; twice the heads with halves
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     sinks: tuple[Any, ...],  # empty, or VMEM float32 [heads, group, 128]
@@ -47,7 +47,7 @@ def _kernel(  # refs are of the pool's dtype where none is named
     v: Buffer,
     peak: Any,  # VMEM float32 [heads, group, 128]
     total: Any,  # like peak
-    acc: Any,  # VMEM float32 [heads, group, head_dim]
+    acc: Any,  # VMEM float32, the shape of q's row
     signals: Signals,
     *,
     chunk: common.Chunk,
@@ -62,7 +62,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     # Chunk j is in this half of the buffers, while the next one is copied to the other.
     def use(j: jax.Array, half: jax.Array) -> None:
         # The ends of the context may hold stale values, even NaN, and 0 * NaN is NaN.
-        clean_ends(chunk, items, i, j, v, half, window)
+        for each in (k, v) if options.halves else (v,):
+            clean_ends(chunk, items, i, j, each, half, window)
         # Positions of the chunk's slots, [1, tokens], and which of them the token sees.
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = ((at >= low) & (at <= items[common.FIRST, i]))[None]
@@ -70,7 +71,10 @@ def _kernel(  # refs are of the pool's dtype where none is named
         scales = k.scales_of(half, mine), own_scales(v.scales_of(half, mine), seen)
         keys, values = (each.vectors((half,), q.dtype) for each in (k, v))
         # All heads of the program at once: [heads, group, head_dim] by [heads, tokens, head_dim].
-        softmax.update(state, ..., q[0], keys, values, seen, options, scales)
+        if options.halves:
+            halves.update(state, q[0], keys, values, seen, options)
+        else:
+            softmax.update(state, ..., q[0], keys, values, seen, options, scales)
 
     stream.walk(i, use)
     out[0] = softmax.finished(state, sinks=sinks).astype(out.dtype)
@@ -125,7 +129,7 @@ def decode(
     """Attention of one token for each row that decodes.
 
     Args:
-        q: [R, H, D].
+        q: [R, H, D], or [R, H, 2 * D] with halves.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         width: W, entries of a table row.
@@ -134,22 +138,24 @@ def decode(
         sinks: float32 [H], see `attention.paged_attention`; None for none.
 
     Returns:
-        [R, H, D] in q's dtype; zeros for other rows.
+        [R, H, D], or [R, H, 2 * halves], in q's dtype; zeros for other rows.
     """
-    rows, num_heads, head_dim = q.shape
     kv_heads = pool.shape[2]
-    group = num_heads // kv_heads
+    group, sums = q.shape[1] // kv_heads, 2 if options.halves else 1
+    given = halves.apart(q) if options.halves else q
+    rows, _, head_dim = given.shape
     sizes = tuning.sizes(pool.dtype, options.interpret)
     chunk, work = _chunk(pool.shape, pool.dtype, width, options.interpret), decodes.work
     heads = chunk.heads
     row = pl.BlockSpec(
-        (1, heads, group, head_dim), lambda h, i, items, *_: (items[common.ROW, i], h, 0, 0)
+        (1, sums * heads, group, head_dim),
+        lambda h, i, items, *_: (items[common.ROW, i], h, 0, 0),
     )
     buffer = buffer_of(chunk, pool)
     extra, extra_specs = softmax.sinks_of(sinks, kv_heads, heads, 1)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
-        out_shape=jax.ShapeDtypeStruct((rows, kv_heads, group, head_dim), q.dtype),
+        out_shape=jax.ShapeDtypeStruct((rows, sums * kv_heads, group, head_dim), q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
@@ -158,7 +164,7 @@ def decode(
             scratch_shapes=[
                 buffer,
                 buffer,
-                *softmax.scratch(heads, group, head_dim),
+                *softmax.scratch(heads, group, head_dim, sums),
                 tpu_stream.signals(chunk),
             ],
         ),
@@ -166,7 +172,8 @@ def decode(
         interpret=common.interpreted(options.interpret),
         name="paged_decode",
     )
-    queries = q.astype(read_as(pool.dtype, q.dtype)).reshape(rows, kv_heads, group, head_dim)
-    out = call(*work.scalars(layer), queries, work.tables, pool, extra)
+    queries = given.astype(read_as(pool.dtype, q.dtype)).reshape(rows, -1, group, head_dim)
+    out = call(*work.scalars(layer), queries, work.tables, pool, extra).reshape(given.shape)
+    out = halves.together(out, options.halves) if options.halves else out
     # Rows without an item were never written.
-    return jnp.where(decodes.live[:, None, None], out.reshape(q.shape), 0)
+    return jnp.where(decodes.live[:, None, None], out, 0)

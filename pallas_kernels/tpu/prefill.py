@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import AttentionBatch
 from jaxserve.pallas_kernels.pool import Pool, read_as
-from jaxserve.pallas_kernels.tpu import common, softmax, tuning
+from jaxserve.pallas_kernels.tpu import common, halves, softmax, tuning
 from jaxserve.pallas_kernels.tpu import stream as tpu_stream
 from jaxserve.pallas_kernels.tpu.stream import (
     Buffer,
@@ -44,7 +44,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     items: Any,  # SMEM int32 [7, N]
     layer: Any,  # SMEM int32 [1]
     # Inputs.
-    q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim], the item's queries
+    # The item's queries; twice the heads with halves, as in the output.
+    q: Any,  # VMEM [heads, group, tile / 16, 16, head_dim]
     tables: Any,  # HBM int32 [R, 1, 2 * W]
     pool: Any,  # HBM [layers, blocks, kv_heads, block_size, head_dim]
     sinks: tuple[Any, ...],  # empty, or VMEM float32 [heads, group * tile, 128]
@@ -55,8 +56,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
     v: Buffer,
     peak: Any,  # VMEM float32 [heads, group * tile, 128]
     total: Any,  # like peak
-    acc: Any,  # VMEM float32 [heads, group * tile, head_dim]
-    done: Any,  # VMEM [heads, group, tile, head_dim], of the output's dtype
+    acc: Any,  # VMEM float32 [heads, group * tile, head_dim], of as many heads as q
+    done: Any,  # VMEM [heads, group, tile, head_dim], likewise, of the output's dtype
     signals: Signals,
     sent: Any,  # DMA semaphore
     pending: Any,  # SMEM int32 [1]
@@ -69,19 +70,25 @@ def _kernel(  # refs are of the pool's dtype where none is named
     group, tile = done.shape[1:3]
     share = h * chunk.heads, 0, pl.num_programs(1)
     stream = Stream(chunk, window, (items, layer), tables, pool, (k, v), signals, *share)
-    outputs = Outputs(items, done, out, sent, pending, chunk.heads)
+    outputs = Outputs(items, done, out, sent, pending, done.shape[0])
     softmax.reset(state)
 
     # Chunk j is in this half of the buffers, while the next one is copied to the other.
     def use(j: jax.Array, half: jax.Array) -> None:
         # The ends of the context may hold stale values, even NaN, and 0 * NaN is NaN.
-        clean_ends(chunk, items, i, j, v, half, window)
+        for each in (k, v) if options.halves else (v,):
+            clean_ends(chunk, items, i, j, each, half, window)
         # Positions of the chunk's slots, and which of them each query sees: [1, group * tile,
         # tokens].
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = seen_by(items, i, at, group, tile, window)[None]
         low, high = common.bounds(items, i, window)
         own = ((at >= low) & (at < high))[None]
+        if options.halves:
+            keys, values = (each.vectors((half,), q.dtype) for each in (k, v))
+            queries = q[...].reshape(2, group * tile, chunk.head_dim)
+            halves.update(state, queries, keys, values, seen, options)
+            return
 
         @pl.loop(0, chunk.heads)
         def _(n: jax.Array) -> None:
@@ -145,7 +152,7 @@ def prefill(
     """Attention of the tokens in tiles.
 
     Args:
-        q: [T, H, D].
+        q: [T, H, D], or [T, H, 2 * D] with halves.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         width: W, entries of a table row.
@@ -154,17 +161,18 @@ def prefill(
         sinks: float32 [H], see `attention.paged_attention`; None for none.
 
     Returns:
-        [T, H, D] in q's dtype; zeros for other tokens.
+        [T, H, D], or [T, H, 2 * halves], in q's dtype; zeros for other tokens.
     """
-    num_heads, head_dim = q.shape[1:]
-    kv_heads = pool.shape[2]
+    num_heads, (kv_heads, _, head_dim) = q.shape[1], pool.shape[2:]
+    sums = 2 if options.halves else 1
     group = num_heads // kv_heads
     sizes = tuning.sizes(pool.dtype, options.interpret)
     chunk, tile = _cut(pool.shape, pool.dtype, num_heads, width, options.interpret)
     heads, (layout, work) = chunk.heads, tiles
     buffer = buffer_of(chunk, pool)
     extra, extra_specs = softmax.sinks_of(sinks, kv_heads, heads, tile)
-    queries = layout.gather(q.astype(read_as(pool.dtype, q.dtype)), kv_heads)
+    given = q.astype(read_as(pool.dtype, q.dtype))
+    queries = layout.gather(halves.apart(given) if options.halves else given, sums * kv_heads)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
@@ -172,7 +180,7 @@ def prefill(
             num_scalar_prefetch=2,
             grid=(kv_heads // heads, work.number),
             in_specs=[
-                query_spec(heads, group, tile, head_dim),
+                query_spec(sums * heads, group, tile, head_dim),
                 common.HBM,
                 pool_spec(pool),
                 extra_specs,
@@ -181,8 +189,8 @@ def prefill(
             scratch_shapes=[
                 buffer,
                 buffer,
-                *softmax.scratch(heads, group * tile, head_dim),
-                pltpu.VMEM((heads, group, tile, head_dim), q.dtype),
+                *softmax.scratch(heads, group * tile, head_dim, sums),
+                pltpu.VMEM((sums * heads, group, tile, head_dim), q.dtype),
                 tpu_stream.signals(chunk),
                 pltpu.SemaphoreType.DMA,
                 pltpu.SMEM((1,), jnp.int32),
@@ -192,4 +200,5 @@ def prefill(
         interpret=common.interpreted(options.interpret),
         name="paged_prefill",
     )
-    return layout.scatter(call(*work.scalars(layer), queries, work.tables, pool, extra))
+    out = layout.scatter(call(*work.scalars(layer), queries, work.tables, pool, extra))
+    return halves.together(out, options.halves) if options.halves else out

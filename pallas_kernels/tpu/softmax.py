@@ -20,12 +20,19 @@ from jaxserve.pallas_kernels.tpu.common import LANES, Options
 NOTHING_SEEN = -1e30
 
 
-def scratch(heads: int, queries: int, width: int) -> list[Any]:
-    """The scratch shapes of peak, total and acc."""
+def scratch(heads: int, queries: int, width: int, sums: int = 1) -> list[Any]:
+    """The scratch shapes of peak, total and acc.
+
+    Args:
+        heads: N.
+        queries: M.
+        width: D.
+        sums: weighted sums of a head, each a head of acc.
+    """
     return [
         pltpu.VMEM((heads, queries, LANES), jnp.float32),
         pltpu.VMEM((heads, queries, LANES), jnp.float32),
-        pltpu.VMEM((heads, queries, width), jnp.float32),
+        pltpu.VMEM((sums * heads, queries, width), jnp.float32),
     ]
 
 

@@ -54,6 +54,7 @@ def decode(
     *,
     sliding_window: int | None,
     shared: bool = False,
+    halves: int = 0,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token per row over its cached context. Rows are sorted by length and
@@ -61,7 +62,8 @@ def decode(
     costs as much as its longest row.
 
     Args:
-        queries: [R, kv_heads, M, D], scaled, in the dtype of `read_as`.
+        queries: [R, kv_heads, M, D], scaled, in the dtype of `read_as`; twice as wide with
+            `halves`.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
@@ -69,13 +71,14 @@ def decode(
         step: Adds a chunk to the running softmax.
         sliding_window: Positions that a token sees; None for all.
         shared: Whether the cache has hidden vectors instead of K and V.
+        halves: See `Scoring`.
         sinks: float32 [kv_heads, M, 1], see `softmax.finish`; None for none.
 
     Returns:
         Shape and dtype of queries.
     """
     kv_heads, block_size, head_dim = pool.shape[2:]
-    rows, _, many, _ = queries.shape
+    rows, _, many, result_dim = queries.shape
     group = min(DECODE_GROUP, rows)
     chunk = chunk_blocks(SHARED_CONTEXT if shared else DECODE_CONTEXT, block_size, batch)
     if rows == 1 and not shared:
@@ -104,19 +107,26 @@ def decode(
             own = seen | ~reads[:, None]
             wanted = [block_runs.of(ids[:, plane]) for plane in range(planes)]
             whole = own[:, None, :, None], own.all()
-            read = gather_runs(block_runs, wanted, shape, *whole, query.dtype)
-            new = step(state, query, read[0], read[-1], seen[:, None, None])
+            read = gather_runs(block_runs, wanted, shape, *whole, query.dtype, 2 if halves else 1)
+            k, v = _joined(read) if halves else (read[0], read[-1])
+            new = step(state, query, k, v, seen[:, None, None])
             # A row that sees nothing of this chunk would add 0 times stale values: keep its state.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
 
         first = jnp.where(length > 0, start, jnp.iinfo(jnp.int32).max).min() // width
-        state = softmax.start((group, kv_heads, many), head_dim, shared=shared)
+        state = softmax.start((group, kv_heads, many), result_dim, shared=shared)
         state = lax.fori_loop(first, -(-length.max() // width), one_chunk, state)
         done = softmax.finish(state, sinks).astype(out.dtype)
         return out.at[picked].set(done, mode="drop")
 
     groups = -(-jnp.sum(lens > 0) // group)
     return lax.fori_loop(0, groups, one_group, jnp.zeros_like(queries))
+
+
+def _joined(read: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The keys whose halves these are, and values as wide, of which a part is used."""
+    whole = jnp.concatenate(read, axis=-1)
+    return whole, whole
 
 
 def attend_row(
@@ -193,7 +203,7 @@ def _prefill(
     layer: jax.Array | int,
     batch: AttentionBatch,
     step: Step,
-    sliding_window: int | None,
+    scoring: Scoring,
     sinks: jax.Array | None,
 ) -> jax.Array:
     """Fill out [T, H, D] for the tokens of KV rows in [num_decodes, num_rows)."""
@@ -210,11 +220,11 @@ def _prefill(
             padded,
             mine,
             row,
-            _read_blocks(pool, layer, batch, row, queries.dtype),
+            _read_blocks(pool, layer, batch, row, queries.dtype, scoring.halves),
             step,
             kv_heads=pool.shape[2],
             tile=tile,
-            sliding_window=sliding_window,
+            sliding_window=scoring.sliding_window,
             sinks=sinks,
         )
 
@@ -228,8 +238,9 @@ def _read_blocks(
     batch: AttentionBatch,
     row: jax.Array,
     dtype: DTypeLike,
+    halves: int,
 ) -> Read:
-    """Reads a row's context from K and V blocks."""
+    """Reads a row's context from K and V blocks. halves: see `Scoring`."""
     kv_heads, block_size, head_dim = pool.shape[2:]
     chunk = chunk_blocks(TILE_CONTEXT, block_size, batch)
     width = chunk * block_size
@@ -241,14 +252,16 @@ def _read_blocks(
     def chunk_of(j: jax.Array, lower: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         ids = lax.dynamic_slice_in_dim(table, j * chunk, chunk, axis=1)
         position = j * width + slot
-        k, v = gather_runs(
+        read = gather_runs(
             block_runs,
             [block_runs.of(ids[:1]), block_runs.of(ids[1:])],
             (1, kv_heads, width, head_dim),
             ((position >= lower) & (position < context))[:, None],
             (j * width >= lower) & ((j + 1) * width <= context),
             dtype,
+            2 if halves else 1,
         )
+        k, v = _joined(read) if halves else read
         return k, v, position
 
     return Read(width, chunk_of)
@@ -264,14 +277,34 @@ def paged_attention(
     decode_only: bool,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """See `attention.paged_attention`: q [T, H, D] -> the same, decodes in groups of rows, chunks
-    row by row."""
+    """See `attention.paged_attention`: q [T, H, D] -> the same, or [T, H, 2 * halves], decodes in
+    groups of rows, chunks row by row."""
+    out = _attend(q, pool, layer, batch, scoring, sinks, decode_only=decode_only)
+    if not scoring.halves:
+        return out
+    # Of keys as values those that are values.
+    values = [half[..., : scoring.halves] for half in jnp.split(out, 2, axis=-1)]
+    return jnp.concatenate(values, axis=-1)
+
+
+def _attend(
+    q: jax.Array,
+    pool: Pool,
+    layer: jax.Array | int,
+    batch: AttentionBatch,
+    scoring: Scoring,
+    sinks: jax.Array | None,
+    *,
+    decode_only: bool,
+) -> jax.Array:
+    """[T, H, D]."""
     kv_heads = pool.shape[2]
-    step, sliding_window = softmax.step(scoring.soft_cap), scoring.sliding_window
+    step = softmax.step(scoring.soft_cap)
     scaled = (q * scoring.scale).astype(read_as(pool.dtype, q.dtype))
 
     of_groups = None if sinks is None else sinks.reshape(kv_heads, -1, 1)
-    masks: dict[str, Any] = {"sliding_window": sliding_window, "sinks": of_groups}
+    masks: dict[str, Any] = {"sliding_window": scoring.sliding_window, "sinks": of_groups}
+    masks["halves"] = scoring.halves
 
     def decodes(queries: jax.Array, lens: jax.Array) -> jax.Array:
         shape = (batch.max_rows, kv_heads, q.shape[1] // kv_heads, q.shape[2])
@@ -286,4 +319,4 @@ def paged_attention(
     lens = jnp.where(wanted, batch.context_lens, 0)
     decoded = decodes(scaled.at[token].get(mode="fill", fill_value=0), lens)
     out = jnp.zeros_like(q).at[token].set(decoded, mode="drop")
-    return _prefill(out, scaled, pool, layer, batch, step, sliding_window, of_groups)
+    return _prefill(out, scaled, pool, layer, batch, step, scoring, of_groups)

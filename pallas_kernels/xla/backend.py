@@ -26,6 +26,7 @@ BACKEND = Backend(
     stage_in=write.stage_in,
     scales=SCALES,
     supports=lambda kind, shape: None,  # any shape
+    halves=True,
     decode_group=attention.DECODE_GROUP,
     decode_chunk=attention.DECODE_CONTEXT,
 )

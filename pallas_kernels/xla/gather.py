@@ -74,6 +74,7 @@ def gather_runs(
     own: jax.Array,
     all_own: jax.Array,
     dtype: DTypeLike,
+    last: int = 1,
 ) -> list[jax.Array]:
     """Gathers K and V, or hidden vectors, of a chunk of context.
 
@@ -85,9 +86,10 @@ def gather_runs(
         ids: Indices of the runs, int32, for each array to gather.
         shape: [N, kv_heads, S, D] of each array.
         own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Other slots are
-            zeroed in the last array, since a weight of 0 times NaN is NaN.
+            zeroed in the last arrays, since a weight of 0 times NaN is NaN.
         all_own: bool [], whether `own` is true throughout: then, as usual, nothing is zeroed.
         dtype: Dtype of the result.
+        last: Number of these last arrays, which are values.
     """
     values, scales, _ = block_runs
     # A NaN is in the vector's scale, if it has one, else in its values.
@@ -99,9 +101,11 @@ def gather_runs(
         return [_gather(telling, i) for i in ids]
 
     def cleaned(_: None) -> list[jax.Array]:
-        v = _gather(telling, ids[-1])
-        clean = jnp.where(mine, v.reshape(cut), jnp.zeros((), v.dtype)).reshape(v.shape)
-        return [*(_gather(telling, i) for i in ids[:-1]), clean]
+        def clean(v: jax.Array) -> jax.Array:
+            return jnp.where(mine, v.reshape(cut), jnp.zeros((), v.dtype)).reshape(v.shape)
+
+        keys = [_gather(telling, i) for i in ids[:-last]]
+        return [*keys, *(clean(_gather(telling, i)) for i in ids[-last:])]
 
     gathered_scales = [array.reshape(cut) for array in lax.cond(all_own, plain, cleaned, None)]
     if scales is None:

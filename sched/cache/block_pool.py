@@ -20,6 +20,7 @@ from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, RIGHT, Ca
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.pages import Page
 from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.window_groups import WindowGroups
 from jaxserve.sched.row_columns import grow_columns
 
 _FIRST_BLOCKS = 1024
@@ -50,7 +51,10 @@ class BlockPool:
             row's table that are up to date in the copy. Only the copier raises it.
         refs: int32 [blocks], number of rows that hold the block.
         num_shared: Blocks that several rows hold.
+        groups: The groups of layers that give blocks back, see `WindowedPool`; None for none.
     """
+
+    groups: WindowGroups | None = None
 
     def __init__(
         self,
@@ -86,6 +90,11 @@ class BlockPool:
         if self.cache is None:
             return self._free.count
         return self._free.count + self.cache.num_unread - self.cache.retention.kept
+
+    @property
+    def num_free_kv(self) -> int:
+        """Free blocks as so many of the group without a window, for predictions."""
+        return self.num_free
 
     @property
     def num_used(self) -> int:
@@ -143,6 +152,11 @@ class BlockPool:
     def blocks_of(self, row: int | np.integer) -> np.ndarray:
         """The row's block ids, int32 [planes, held]: of K and V, or of hidden vectors."""
         return self.tables[row, : PLANES[self.kind[row]], : self.held[row]]
+
+    def planes_of(self, row: int) -> list[tuple[int, np.ndarray]]:
+        """All blocks that the row holds, of each group of layers and plane: the number of the first
+        one, and the ids."""
+        return [(0, ids) for ids in self.blocks_of(row)]
 
     def needed(
         self,
@@ -224,7 +238,8 @@ class BlockPool:
     def holders(self) -> tuple[np.ndarray, np.ndarray]:
         """Every used block once, and a row that holds it: ids and rows [num_used], by id."""
         holding = np.flatnonzero(self.held)
-        ids = [self.blocks_of(row).ravel() for row in holding.tolist()]
+        planes = map(self.planes_of, holding.tolist())
+        ids = [np.concatenate([ids for _, ids in each]) for each in planes]
         if not ids:
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
         rows = np.repeat(holding, [len(mine) for mine in ids])
@@ -271,6 +286,22 @@ class BlockPool:
         self._extend(rows, have, want)
         self.held[rows] = want
         self._private[rows] += (want - have) * PLANES[self.kind[rows]]
+
+    def reach(self, rows: np.ndarray, computed: np.ndarray, tokens: np.ndarray) -> None:
+        """Makes room in groups with a window, once `grow_all` has made it in the other.
+
+        Args:
+            rows: int64 [n], distinct.
+            computed: int64 [n], cached tokens.
+            tokens: int64 [n], tokens to have room for.
+
+        Raises:
+            OutOfBlocks: There are too few free blocks.
+        """
+
+    def slide(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        """Gives back blocks that no token behind these cached ones sees. Only once the step that
+        computes them is launched: until then they are read."""
 
     def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
         """Allocates blocks for rows that have `have` blocks per plane, up to `want`.
@@ -372,19 +403,41 @@ class BlockPool:
             raise ValueError(f"row {row} still holds blocks")
         if len(pages) > self.width:
             raise ValueError(f"row {row}: {len(pages)} blocks, limit {self.width}")
+        self.kind[row], self.direction[row] = pages[0].kind, side
+        self._hidden = self._hidden or pages[0].kind == HIDDEN
+        self._adopt(row, pages, 0, side, 0, self._private)
+        self.held[row] = len(pages)
+
+    def _adopt(
+        self,
+        row: int,
+        pages: Sequence[Page],
+        first: int,
+        side: int,
+        plane: int,
+        own: np.ndarray,
+    ) -> None:
+        """Lets the row read pages.
+
+        Args:
+            row: The row.
+            pages: Its blocks from number `first` on.
+            first: See `pages`.
+            side: The side from which they were filled.
+            plane: The first plane that they are for.
+            own: See `_share`.
+        """
         assert self.cache is not None
         ids = np.array([page.ids for page in pages], np.int32).T
         for page in pages:
             self.cache.read(page, row)
-        self.kind[row], self.direction[row] = pages[0].kind, side
-        self._hidden = self._hidden or pages[0].kind == HIDDEN
-        self.tables[row, : len(ids), : len(pages)] = ids
+        index = np.arange(first, first + len(pages))
+        self.tables[row, plane : plane + len(ids), first : first + len(pages)] = ids
         alone = self.refs[ids] == 0
-        self._share(ids.ravel(), row)
+        self._share(ids.ravel(), row, own)
         self.owners[ids] = NOBODY
         self.owners[ids[alone], side] = row  # as if the row had filled them itself
-        self.at[ids[alone], side] = np.broadcast_to(np.arange(len(pages)), ids.shape)[alone]
-        self.held[row] = len(pages)
+        self.at[ids[alone], side] = np.broadcast_to(index, ids.shape)[alone]
 
     def register(self, row: int, index: int, *, swap: bool = True) -> bool:
         """Adds the row's full block of that index to the prefix cache, if its key is known.
@@ -515,6 +568,9 @@ class BlockPool:
         if end < computed and left < self.block_size:
             self.cap[row, index[-1]] = left
 
+    def check_keeps(self, row: int, tokens: int) -> None:
+        """ValueError if the row cannot lose the tokens behind these and go on from there."""
+
     def truncate(self, row: int, tokens: int) -> None:
         """Gives back the blocks that the row does not need for its first `tokens` tokens."""
         stay, held = blocks_a_plane(tokens, self.block_size), int(self.held[row])
@@ -543,22 +599,26 @@ class BlockPool:
         for row in rows.tolist():
             self.release(row)
 
-    def _share(self, ids: np.ndarray, row: int) -> None:
-        """Adds the row to the holders of these blocks."""
+    def _share(self, ids: np.ndarray, row: int, own: np.ndarray | None = None) -> None:
+        """Adds the row to the holders of these blocks. own: int64 by row, the count of blocks that
+        only it holds, to be kept up to date; None for the usual one."""
+        own = self._private if own is None else own
         refs = self.refs[ids]
         alone = self._rows[ids[refs == 1]]
         self.num_shared += len(alone)
         self._stale |= len(alone) > 0
-        np.subtract.at(self._private, alone, 1)
-        self._private[row] += int(np.count_nonzero(refs == 0))
+        np.subtract.at(own, alone, 1)
+        own[row] += int(np.count_nonzero(refs == 0))
         self.refs[ids] += 1
         self._rows[ids] += row
 
-    def _let_go(self, ids: np.ndarray, row: int, side: int) -> None:
-        """Removes the row, which fills from that side, from the holders of these blocks."""
+    def _let_go(self, ids: np.ndarray, row: int, side: int, own: np.ndarray | None = None) -> None:
+        """Removes the row, which fills from that side, from the holders of these blocks. own: see
+        `_share`."""
+        own = self._private if own is None else own
         if not self.num_shared:
             self.refs[ids], self._rows[ids], self.owners[ids, side] = 0, 0, NOBODY
-            self._private[row] -= len(ids)
+            own[row] -= len(ids)
             self._give_back(ids)
             return
         refs = self.refs[ids] - 1
@@ -567,8 +627,8 @@ class BlockPool:
         last, free = self._rows[ids[refs == 1]], ids[refs == 0]
         self.num_shared -= len(last)
         self._stale |= len(last) > 0
-        np.add.at(self._private, last, 1)
-        self._private[row] -= len(free)
+        np.add.at(own, last, 1)
+        own[row] -= len(free)
         self.owners[ids[self.owners[ids, side] == row], side] = NOBODY
         self._own_again(ids[refs == 1])
         self._give_back(free)
@@ -580,12 +640,12 @@ class BlockPool:
             row = int(self._rows[block])
             self.owners[block, self.direction[row]] = row
             page = None if self.cache is None else self.cache.page_of(block)
-            at = (
-                np.argmax((self.blocks_of(row) == block).any(axis=0))
-                if page is None
-                else page.depth
-            )
+            at = self._index_of(row, block) if page is None else page.depth
             self.at[block, self.direction[row]] = at
+
+    def _index_of(self, row: int, block: int) -> int:
+        """The number of a block among those of the row."""
+        return int(np.argmax((self.blocks_of(row) == block).any(axis=0)))
 
     def _give_back(self, ids: np.ndarray) -> None:
         """Frees blocks without holders. Known blocks stay until their room is needed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,11 +34,6 @@ class Segment(NamedTuple):
     kind: CacheKind
     direction: Direction
 
-    @property
-    def slots(self) -> int:
-        """Slots that the segment takes; a slot holds one plane of a token."""
-        return int(slots_for(self.end - self.first, self.kind))
-
 
 class HostMemory:
     """The segments in host memory, by row of the request table.
@@ -46,6 +41,8 @@ class HostMemory:
     Args:
         capacity: Slots, each in one plane.
         rows: Rows of the request table.
+        slots_for: From tokens and the kinds of their caches to the slots that they take, each in
+            one plane; numbers or arrays.
 
     Attributes:
         tokens: int64 [rows], tokens of each row that are in host memory. Those below the row's
@@ -56,8 +53,10 @@ class HostMemory:
         num_full: Preemptions so far that lost tokens because host memory was full.
     """
 
-    def __init__(self, capacity: int = 0, rows: int = 0) -> None:
-        self.capacity = capacity
+    def __init__(
+        self, capacity: int = 0, rows: int = 0, slots_for: Callable[[Any, Any], Any] = slots_for
+    ) -> None:
+        self.capacity, self.slots_for = capacity, slots_for
         self.num_used = 0
         self.num_saved = self.num_restored = self.num_full = 0
         self.tokens = np.zeros(rows, np.int64)
@@ -87,6 +86,10 @@ class HostMemory:
         """The row's segment that begins at that token."""
         return next((s for s in self.segments(row) if s.first == first), None)
 
+    def slots(self, segment: Segment) -> int:
+        """Slots that the segment takes."""
+        return int(self.slots_for(segment.end - segment.first, segment.kind))
+
     def add(
         self, rows: np.ndarray, first: np.ndarray, end: np.ndarray, kinds: Any, sides: Any
     ) -> np.ndarray:
@@ -106,7 +109,7 @@ class HostMemory:
             ValueError: There is no room, or some of the tokens are already on the host; nothing is
                 added.
         """
-        slots = int(slots_for(end - first, kinds).sum())
+        slots = int(self.slots_for(end - first, kinds).sum())
         if slots > self.num_free:
             raise ValueError(f"{slots} host slots wanted, {self.num_free} free")
         new = np.zeros(len(rows), _SEGMENT)
@@ -150,7 +153,7 @@ class HostMemory:
             if segment is None:
                 raise KeyError(f"row {row} has nothing on the host from token {first[i]} on")
             found[i] = segment
-        self.num_restored += int(_slots(found).sum())
+        self.num_restored += int(self._slots(found).sum())
         self._remove(rows, found)
         return found
 
@@ -188,7 +191,7 @@ class HostMemory:
                 mine = self.segments(int(rows[i]))
                 here[i] = sum(s.end - s.first for s in mine if s.first >= first[i])
             lost = lost - here
-        lost = slots_for(lost, kinds)
+        lost = self.slots_for(lost, kinds)
         self.num_full += int(np.count_nonzero(lost > self.num_free))
 
     def release(self, row: int) -> None:
@@ -209,9 +212,12 @@ class HostMemory:
                     mine.remove(segment)
                     if not mine:
                         del self._several[row]
-        self.num_used -= int(_slots(segments).sum())
+        self.num_used -= int(self._slots(segments).sum())
         np.subtract.at(self.tokens, rows, segments["end"] - segments["first"])
         self._dropped += segments["key"].tolist()
+
+    def _slots(self, segments: np.ndarray) -> np.ndarray:
+        return np.asarray(self.slots_for(segments["end"] - segments["first"], segments["kind"]))
 
     def take_dropped(self) -> tuple[int, ...]:
         """Keys of the segments dropped since the last call; their contents may be freed."""
@@ -227,7 +233,3 @@ class HostMemory:
 def _segment(record: Any) -> Segment:
     key, first, end, kind, side = record.tolist()
     return Segment(key, first, end, CacheKind(kind), Direction(side))
-
-
-def _slots(segments: np.ndarray) -> np.ndarray:
-    return np.asarray(slots_for(segments["end"] - segments["first"], segments["kind"]))

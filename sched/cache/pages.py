@@ -20,10 +20,11 @@ class Page:
         finders: Waiting rows whose prefix ends with this page.
         note: Data that the retention policy keeps for it.
         tenant: The tenant that filled or read it last.
+        beside: The page of its tokens in groups of layers with a window; None if there is none.
     """
 
     __slots__ = (
-        *("after", "before", "depth", "finders", "host", "ids", "key", "kind", "note"),
+        *("after", "before", "beside", "depth", "finders", "host", "ids", "key", "kind", "note"),
         "tenant",
     )
     depth: int
@@ -36,6 +37,7 @@ class Page:
         self.finders: set[int] = set()
         self.host: int | None = None
         self.tenant = 0
+        self.beside: BesidePage | None = None
 
     @property
     def is_known(self) -> bool:
@@ -46,3 +48,23 @@ class Page:
     def is_bare(self) -> bool:
         """Whether no page behind it is in the pool."""
         return not any(page.ids for page in self.after)
+
+
+class BesidePage(Page):
+    """A known block of K and one of V in each group of layers with a window. It comes and goes by
+    itself, and goes with `main` at the latest.
+
+    Attributes:
+        main: The page of its tokens in the group without a window.
+    """
+
+    __slots__ = ("main",)
+
+    def __init__(self, main: Page, ids: tuple[int, ...]) -> None:
+        super().__init__(beside_key(main.key), ids, None, main.kind)
+        self.main, self.depth = main, main.depth
+
+
+def beside_key(key: bytes) -> bytes:
+    """The key of the page beside the one with this key."""
+    return key + b"W"

@@ -29,12 +29,9 @@ def pool_map(pool: BlockPool, tier: np.ndarray) -> np.ndarray:
     uses = np.zeros(pool.num_blocks, np.uint8)
     for row in np.flatnonzero(pool.held).tolist():
         first = BlockUse.K_BEST_EFFORT if tier[row] == Tier.BEST_EFFORT else BlockUse.K_REALTIME
-        blocks = pool.blocks_of(row)
-        if pool.kind[row] == KV:
-            for plane, ids in enumerate(blocks):
-                uses[ids] = first + plane
-        else:
-            uses[blocks] = first + 2
+        hidden = pool.kind[row] != KV
+        for plane, (_, ids) in enumerate(pool.planes_of(row)):
+            uses[ids] = first + (2 if hidden else plane % 2)
     several = np.flatnonzero(pool.refs > 1)
     uses[several] = BlockUse.SHARED
     return uses

@@ -251,6 +251,7 @@ class PrefixCache:
             wants += [key + _X for key in keys[hidden:most][:1]]
             if hidden > len(chain):
                 chain = [self._pages[key + _X] for key in keys[:hidden]]
+        wants += self._shorten(row, chain)
         self._chain[row] = chain
         if chain:
             chain[-1].finders.add(row)
@@ -259,6 +260,11 @@ class PrefixCache:
         for key in wants:
             self._wanted.setdefault(key, set()).add(row)
         self._tell(row, len(chain), chain[0].kind if chain else KV)
+
+    def _shorten(self, row: int, chain: list[Page]) -> list[bytes]:
+        """Removes pages that a row cannot find together from the end. Returns the keys of further
+        pages that would change this."""
+        return []
 
     def _tell(self, row: int, found: int, kind: int) -> None:
         self.moved.add(row)
@@ -312,13 +318,17 @@ class PrefixCache:
         elif self.host is not None:
             self.host.drop(page)
             page.ids = ids
+        self._fill(page, row)
+        return page
+
+    def _fill(self, page: Page, row: int) -> None:
+        """Records that the row has filled the blocks of a new page."""
         self._give(page, row)
-        self._unread.count(page.tenant, len(ids))
+        self._unread.count(page.tenant, len(page.ids))
         self.retention.made(page, self._readers[row])
-        for block in ids:
+        for block in page.ids:
             self._of_block[block] = page
         self._woken |= self._wanted.pop(page.key, _NOBODY)
-        return page
 
     def page_of(self, block: int) -> Page | None:
         """The page in this block."""
@@ -344,9 +354,10 @@ class PrefixCache:
         """Tells the retention anew of the row's pages that nobody reads, the last one first."""
         for index in reversed(range(self.num_keys(row))):
             page = self.page(row, index)
-            if page is not None and page in self._unread:
-                self.retention.leave(page)
-                self.retention.stay(page)
+            for one in (page, page and page.beside):
+                if one is not None and one in self._unread:
+                    self.retention.leave(one)
+                    self.retention.stay(one)
 
     def read(self, page: Page, row: int) -> None:
         """Records that the row reads the page that it has found."""

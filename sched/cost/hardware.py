@@ -57,8 +57,9 @@ DEVICES = {
 
 def moved_slot(model: Model, device: Device) -> dict[str, float]:
     """Coefficients of moves: seconds per layer to copy a slot of one plane in device memory, or to
-    move it to or from the host. Devices share a slot by heads, each over its own link."""
-    plane = model.kv_bytes / 2 / device.count
+    move it to or from the host. Devices share a slot by heads, each over its own link; of a latent
+    vector each has its own copy."""
+    plane = model.kv_bytes_on(device.count) / 2 / device.count
     return {
         "copied_slot": 2 * plane / (READ_EFFICIENCY * device.bandwidth),
         "swapped_slot": plane / (HOST_EFFICIENCY * device.host_bandwidth),

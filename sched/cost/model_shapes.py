@@ -20,7 +20,7 @@ class Model:
         d_ff: Width of the feed-forward, or of one expert.
         heads: Query heads.
         kv_heads: Heads of K and V.
-        head_dim: Size of a head.
+        head_dim: Size of a head of K or V.
         gated: Whether the feed-forward has three matrices instead of two.
         rotary: Whether positions are encoded as rotations of queries and keys.
         weights: Storage of the weights, of WEIGHT_BYTES.
@@ -28,8 +28,14 @@ class Model:
         experts: Experts per layer, each with a feed-forward; 0 for one dense feed-forward.
         experts_per_token: Experts that each token goes to.
         shared_d_ff: Width of the shared expert that every token goes to; 0 for none.
+        dense_layers: Number of layers with a feed-forward of `dense_d_ff` in place of experts. They
+        count as such in memory; in time, all layers are alike.
+        dense_d_ff: Width of that feed-forward.
         projections: Attention weights per layer, if they differ from full projections of queries,
         K, V and outputs; otherwise 0.
+        latent: If K and V of a token are the halves of one vector, which is the key of all heads:
+        its first elements, which are their value, the latent vector. Every device has it whole.
+        Otherwise 0.
     """
 
     layers: int
@@ -46,7 +52,10 @@ class Model:
     experts: int = 0
     experts_per_token: int = 0
     shared_d_ff: int = 0
+    dense_layers: int = 0
+    dense_d_ff: int = 0
     projections: int = 0
+    latent: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -82,21 +91,37 @@ class Model:
         return self.attention_params + max(self.experts, 1) * self.feed_forward_params
 
     @property
+    def matrix_params(self) -> int:
+        """Weights of all layers' matrices."""
+        saved = self.d_model * self.experts + self.experts * self.feed_forward_params
+        saved -= self.matrices * self.d_model * (self.dense_d_ff - self.shared_d_ff)
+        return self.layers * self.layer_params - self.dense_layers * saved
+
+    @property
     def params(self) -> int:
         """All weights, with embedding and output matrices counted separately even if they are
         tied."""
-        return self.layers * self.layer_params + 2 * self.vocab * self.d_model
+        return self.matrix_params + 2 * self.vocab * self.d_model
 
     @property
     def param_bytes(self) -> float:
         """Bytes of all weights."""
         tables = 2 * self.vocab * self.d_model * self.table_bytes
-        return self.layers * self.layer_params * self.weight_bytes + tables
+        return self.matrix_params * self.weight_bytes + tables
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of one token's K and V in one layer."""
         return 2 * self.kv_heads * self._vector_bytes
+
+    def kv_bytes_on(self, devices: int) -> int:
+        """Bytes of one token's K and V in one layer, on all of so many devices."""
+        return self.kv_bytes * (devices if self.latent else 1)
+
+    @property
+    def attended(self) -> int:
+        """Elements of one token's keys and values that a query head multiplies."""
+        return 2 * self.head_dim + self.latent
 
     @property
     def hidden_bytes(self) -> int:
@@ -108,6 +133,11 @@ class Model:
         """Bytes of a head's vector in the cache."""
         number, scale = CACHE_BYTES[self.cache]
         return number * self.head_dim + scale
+
+
+def _of_latent(d_model: int, heads: int) -> int:
+    """Weights of a DeepSeek's attention beside those of its queries."""
+    return d_model * (512 + 64) + 512 * heads * (128 + 128) + heads * 128 * d_model
 
 
 MODELS = {
@@ -130,13 +160,55 @@ MODELS = {
     "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
     "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
     "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201088, experts=32, experts_per_token=4),
-    # The first layer is modelled like the others, and has no experts; K and V are cached in full.
+    "gpt-oss-120b": Model(36, 2880, 2880, 64, 8, 64, 201088, experts=128, experts_per_token=4),
     "deepseek-v2-lite": Model(
-        *(27, 2048, 1408, 16, 16, 192, 102400),
+        *(27, 2048, 1408, 16, 1, (512 + 64) // 2, 102400),
+        latent=512,
         experts=64,
         experts_per_token=6,
         shared_d_ff=2 * 1408,
-        projections=2048 * (16 * 192 + 512 + 64) + 512 * 16 * (128 + 128) + 16 * 128 * 2048,
+        dense_layers=1,
+        dense_d_ff=10944,
+        projections=2048 * 16 * 192 + _of_latent(2048, 16),
+    ),
+    # Their checkpoints have 8 bits.
+    "deepseek-v3": Model(
+        *(61, 7168, 2048, 128, 1, (512 + 64) // 2, 129280),
+        weights="fp8",
+        latent=512,
+        experts=256,
+        experts_per_token=8,
+        shared_d_ff=2048,
+        dense_layers=3,
+        dense_d_ff=18432,
+        projections=1536 * (7168 + 128 * 192) + _of_latent(7168, 128),
+    ),
+    "kimi-k2": Model(
+        *(61, 7168, 2048, 64, 1, (512 + 64) // 2, 163840),
+        weights="fp8",
+        latent=512,
+        experts=384,
+        experts_per_token=8,
+        shared_d_ff=2048,
+        dense_layers=1,
+        dense_d_ff=18432,
+        projections=1536 * (7168 + 64 * 192) + _of_latent(7168, 64),
+    ),
+    "glm-4.5": Model(
+        *(92, 5120, 1536, 96, 8, 128, 151552),
+        experts=160,
+        experts_per_token=8,
+        shared_d_ff=1536,
+        dense_layers=3,
+        dense_d_ff=12288,
+    ),
+    "glm-4.5-air": Model(
+        *(46, 4096, 1408, 96, 8, 128, 151552),
+        experts=128,
+        experts_per_token=8,
+        shared_d_ff=1408,
+        dense_layers=1,
+        dense_d_ff=10944,
     ),
     "mixtral-8x7b": Model(32, 4096, 14336, 32, 8, 128, 32000, experts=8, experts_per_token=2),
     "opt-350m": Model(24, 1024, 4096, 16, 16, 64, 50272, gated=False, rotary=False),

@@ -77,7 +77,7 @@ def _next(
         first, others = (Columns(view, rows, 0.0) for rows in (lane[:1], running))
         losers = running[lower & policy.makes_room(others, first, now)]
     places = policy.row_limit(view.limits) - len(running) + len(losers)
-    blocks = pool.num_free + int(pool.held[losers].sum())
+    blocks = pool.num_free + int(pool.private(losers).sum())
     length = table.pending(lane)  # cached prefixes are neither computed nor charged
     needed = pool.needed(lane, table.prompt_len[lane], np.zeros(len(lane), np.int64))
     taken = list[int]()

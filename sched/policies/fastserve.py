@@ -13,14 +13,11 @@ The unit of service is one decode; the cost model gives the cost of a prompt in 
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import NOBODY
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Checkpoint, Operation, Restore
@@ -29,6 +26,7 @@ from jaxserve.sched.registry import register
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
 from jaxserve.sched.unified.batch_budget import Candidates
+from jaxserve.sched.unified.feedback_queues import check_queues
 from jaxserve.sched.unified.ranking import Ranking, rank
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
 
@@ -81,14 +79,7 @@ class FastServe(UnifiedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.queues <= MOST_QUEUES:
-            raise ValueError(f"queues must be 1 to {MOST_QUEUES}, got {self.queues}")
-        for name, least in (("quantum", 0.0), ("ratio", 1.0), ("patience", 0.0)):
-            if not getattr(self, name) > least:
-                raise ValueError(f"{name} must be more than {least:g}, got {getattr(self, name)}")
-        steps = self.queues - 1
-        if math.log(self.quantum) + steps * math.log(self.ratio) > math.log(sys.float_info.max):
-            raise ValueError(f"quantum x ratio^{steps}, of the last queue, is not a finite number")
+        check_queues(MOST_QUEUES, self.queues, self.quantum, self.ratio, self.patience)
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Fills one batch. Preempted requests are swapped out, and returning ones swapped in."""
@@ -170,7 +161,7 @@ def _out(view: View, rows: np.ndarray) -> list[Operation]:
     blocks other rows hold, too."""
     rows = rows[~view.pool.sharing(rows)]
     cached = view.table.computed[rows]
-    slots = slots_for(cached, view.pool.kind[rows])
+    slots = view.host.slots_for(cached, view.pool.kind[rows])
     count = int(np.searchsorted(np.cumsum(slots), view.host.num_free, side="right"))
     return [Checkpoint(rows[:count], np.zeros(count, np.int64), cached[:count])] if count else []
 

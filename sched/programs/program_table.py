@@ -52,6 +52,7 @@ class _Program:
 
     Attributes:
         number: its number; another program may have it later.
+        serial: counts programs from 1, in the order in which they began.
         tenant, id, slo_class: see `ProgramVerdict`.
         start: when its first call came.
         deadline: from the start, as its calls say; inf for none.
@@ -66,9 +67,12 @@ class _Program:
             none.
         rows: rows of its running calls.
         links: links that lead to it, the oldest first.
+        waiting: what `ProgramTable.waiting` last said of it since its last call ended; None for
+            nothing.
     """
 
     number: int
+    serial: int
     tenant: str
     id: str
     slo_class: str
@@ -85,6 +89,7 @@ class _Program:
     prompt: tuple[int, bytes] = (0, b"")
     rows: tuple[int, ...] = ()
     links: list[Link] = field(default_factory=list)
+    waiting: Waiting | None = None
 
     @property
     def counts(self) -> bool:
@@ -104,12 +109,38 @@ class _Program:
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """A running call. rows: number of its running continuations. complete: whether one of those
-    that have ended has ended by itself."""
+    """A running call.
+
+    Attributes:
+        program: Its program.
+        about: What observers are told of it.
+        rows: Number of its running continuations.
+        complete: Whether one of those that have ended has ended by itself.
+    """
 
     program: _Program
+    about: ProgramCall
     rows: int = 0
     complete: bool = False
+
+
+class ProgramCall(NamedTuple):
+    """A call of a program, when it comes.
+
+    Attributes:
+        program: Counts programs from 1, in the order in which they began.
+        named: Whether calls name the program.
+        tenant: Its tenant.
+        tools: Names of the tools that ran since the program's last call ended, empty for none or if
+            another call runs.
+        pause: Seconds since then; None for a program's first call, or if another one runs.
+    """
+
+    program: int
+    named: bool
+    tenant: str
+    tools: tuple[str, ...]
+    pause: float | None
 
 
 class Waiting(NamedTuple):
@@ -164,7 +195,6 @@ class ProgramTable:
         next_check: when `expire` may next find a program that has fallen silent; inf for never.
         on_verdict: called with each verdict.
         on_tools: called with the number of a program whose tools become known after its call ended.
-        on_pause: called with each time from the end of a program's calls to the next one.
     """
 
     def __init__(
@@ -182,7 +212,7 @@ class ProgramTable:
         self.next_check = math.inf
         self.on_verdict: Callable[[ProgramVerdict], None] = lambda verdict: None
         self.on_tools: Callable[[int], None] = lambda number: None
-        self.on_pause: Callable[[float], None] = lambda seconds: None
+        self._begun = 0
         self._programs: list[_Program | None] = []  # by number
         self._free: list[int] = []
         self._attained = np.zeros(1)  # by number, tokens; the last is of rows without a program
@@ -224,7 +254,7 @@ class ProgramTable:
             return
         call = None if first is None else self._calls.get(first)
         if call is None:
-            call = _Call(self._called(request))
+            call = _Call(*self._called(request))
         call.rows += 1
         call.program.rows += (row,)
         if len(call.program.rows) > 1:
@@ -232,15 +262,22 @@ class ProgramTable:
         self._calls[row] = call
         self._show(call.program, row)
 
-    def _called(self, request: Request) -> _Program:
-        """The request's program, which has one more call."""
+    def call_of(self, row: int) -> ProgramCall | None:
+        """The call that a row is, or is a continuation of; None if it is of no program."""
+        call = self._calls.get(row)
+        return None if call is None else call.about
+
+    def _called(self, request: Request) -> tuple[_Program, ProgramCall]:
+        """The request's program, which has one more call, and that call."""
         said, now = request.program, request.arrival
         program = self._find(request)
+        tools: tuple[str, ...] = ()
+        pause = None
         if program is None:
             program = self._new(request)
         else:
             self._count(program, -1)
-            self._wake(program, now)
+            tools, pause = self._wake(program, now)
         program.calls += 1
         program.running += 1
         self._count(program, 1)
@@ -263,18 +300,20 @@ class ProgramTable:
         for kind, value in request.continues:
             if kind == "key":
                 self._link(program, (program.tenant, kind, value))
-        return program
+        named = bool(program.id)
+        return program, ProgramCall(program.serial, named, program.tenant, tools, pause)
 
-    def _wake(self, program: _Program, now: float) -> None:
-        """Notes that a program is no longer silent, if it was."""
+    def _wake(self, program: _Program, now: float) -> tuple[tuple[str, ...], float | None]:
+        """Notes that a program is no longer silent, if it was. Returns its tools, and how long it
+        was silent."""
         if program.running:
-            return
+            return (), None
         self._unlist(program)
-        pause = max(now - program.ended, 0.0)
-        if len(program.tools) < 2:  # otherwise nobody knows which of them took so long
-            self.tool_times.add(program.tenant, next(iter(program.tools), ""), pause)
+        pause, tools = max(now - program.ended, 0.0), program.tools
+        if len(tools) < 2:  # otherwise nobody knows which of them took so long
+            self.tool_times.add(program.tenant, next(iter(tools), ""), pause)
         program.tools = ()
-        self.on_pause(pause)
+        return tools, pause
 
     def end(self, row: int, now: float, *, complete: bool, answer: Answer = NO_ANSWER) -> None:
         """Ends a continuation of a call.
@@ -302,7 +341,7 @@ class ProgramTable:
         self._count(program, -1)
         program.running -= 1
         self._count(program, 1)
-        program.ended = now
+        program.ended, program.waiting = now, None
         program.failed = not call.complete
         if program.running:
             return
@@ -432,17 +471,20 @@ class ProgramTable:
     def waiting(self) -> list[Waiting]:
         """The programs whose next call is expected, the one whose last call ended first at the
         front of its tenant's."""
-        return [
-            Waiting(
-                program.number,
-                program.ended,
-                program.tools,
-                self.tool_times.mean(program.tenant, program.tools or ("",)),
-            )
-            for silent in self._silent.values()
-            for program in silent.values()
-            if program.counts
-        ]
+        found = list[Waiting]()
+        for tenant, silent in self._silent.items():
+            means = dict[tuple[str, ...], float | None]()  # many wait for the same tools
+            for number, program in silent.items():
+                if not (program.id or program.calls > 1):
+                    continue
+                tools = program.tools
+                if tools not in means:
+                    means[tools] = self.tool_times.mean(tenant, tools or ("",))
+                waits, mean = program.waiting, means[tools]
+                if waits is None or waits.pause != mean or waits.tools is not tools:
+                    waits = program.waiting = Waiting(number, program.ended, tools, mean)
+                found.append(waits)
+        return found
 
     # Which program a call belongs to.
 
@@ -473,7 +515,8 @@ class ProgramTable:
         self._make_room(tenant)
         number = self._free.pop() if self._free else len(self._programs)
         name = "" if said is None else said.id
-        program = _Program(number, tenant, name, request.slo_class, request.arrival)
+        self._begun += 1
+        program = _Program(number, self._begun, tenant, name, request.slo_class, request.arrival)
         if number == len(self._programs):
             self._programs.append(None)
             if number == len(self._expires):

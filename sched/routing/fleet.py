@@ -27,6 +27,9 @@ class RoutingRequest(NamedTuple):
         hint: the same bytes for calls that begin alike, according to the client, or for calls of a
             program; or empty.
         of_program: whether the hint is a program's.
+        program_deadline: seconds from the program's first call to the end of its last; inf for
+            none.
+        calls_left: calls of the program that are to come after this one.
     """
 
     prompt_len: int
@@ -39,6 +42,8 @@ class RoutingRequest(NamedTuple):
     marks: bytes = b""
     hint: bytes = b""
     of_program: bool = False
+    program_deadline: float = np.inf
+    calls_left: int = 0
 
     @classmethod
     def from_request(cls, request: Request, block_size: int) -> RoutingRequest:
@@ -106,6 +111,17 @@ class Fleet:
             return 0.0
         return self.prefixes.blocks(ask.marks) * self.columns.block_size
 
+    def in_program(self, ask: RoutingRequest, now: float) -> RoutingRequest:
+        """The request, to end within its share of the time that its program has left, each call to
+        come having as much. As it is if the program is late. It begins with the first call sent."""
+        if ask.program_deadline == np.inf:
+            return ask
+        began = None if self.prefixes is None else self.prefixes.began(ask.hint)
+        left = ask.program_deadline if began is None else began + ask.program_deadline - now
+        if left <= 0:
+            return ask
+        return ask._replace(jct=min(ask.jct, left / (1 + ask.calls_left)))
+
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
         self._known = np.concatenate([self._known, _nothing_known(count)], axis=1)
@@ -147,7 +163,7 @@ class Fleet:
         """Notes a request that is sent to the replica now."""
         known, found = self._row(replica), 0.0
         if self.prefixes is not None:
-            found = self.prefixes.send(replica, ask.marks, ask.hint) * known.block_size
+            found = self.prefixes.send(replica, ask.marks, ask.hint, now) * known.block_size
         self._sent[replica].append((now, ask, found))
         add_request(known, ask, found, now)
         self._known[:, replica] = [*vars(known).values()]

@@ -35,7 +35,9 @@ class KnownPrefixes:
         self._sketch = np.zeros((count, PLACES // 8), np.uint8)  # last sketch of each replica
         self._sent: list[list[np.ndarray]] = [[] for _ in range(count)]  # places set since
         self._finds = np.ones(count, bool)  # whether it caches prefixes
-        self._hints: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        # By hint, the replica of its last request, and when its first one was sent. The least
+        # recently used comes first.
+        self._hints: OrderedDict[bytes, tuple[int, float]] = OrderedDict()
 
     def grow(self, count: int) -> None:
         """Adds `count` replicas with the next numbers."""
@@ -52,7 +54,7 @@ class KnownPrefixes:
         """Forgets a replica that is gone; its number is free for another one."""
         self._finds[replica] = True
         self._set(replica, _NOTHING)
-        for hint in [hint for hint, place in self._hints.items() if place == replica]:
+        for hint in [hint for hint, (place, _) in self._hints.items() if place == replica]:
             del self._hints[hint]
 
     def hear(self, replica: int, sketch: str, since: Iterable[bytes]) -> None:
@@ -68,11 +70,20 @@ class KnownPrefixes:
         for marks in since:
             self.send(replica, marks)
 
-    def send(self, replica: int, marks: bytes, hint: bytes = b"") -> float:
-        """Notes that a request with these marks and this hint, or none, is sent there. Returns how
-        many blocks of its prompt it is expected to find at least."""
+    def send(self, replica: int, marks: bytes, hint: bytes = b"", now: float = 0.0) -> float:
+        """Notes that a request is sent to a replica.
+
+        Args:
+            replica: The replica.
+            marks: The request's marks.
+            hint: Its hint, or none.
+            now: When it is sent, in seconds.
+
+        Returns:
+            How many blocks of its prompt it is expected to find at least.
+        """
         if hint:
-            self._hints[hint] = replica
+            self._hints[hint] = replica, self._hints.get(hint, (replica, now))[1]
             self._hints.move_to_end(hint)
             if len(self._hints) > MOST_HINTS:
                 self._hints.popitem(last=False)
@@ -90,7 +101,11 @@ class KnownPrefixes:
 
     def hinted(self, hint: bytes) -> int | None:
         """The replica of the last request with this hint; None if unknown."""
-        return self._hints.get(hint) if hint else None
+        return self._hints[hint][0] if hint in self._hints else None
+
+    def began(self, hint: bytes) -> float | None:
+        """When the first request with this hint was sent; None if unknown."""
+        return self._hints[hint][1] if hint in self._hints else None
 
     def blocks(self, marks: bytes) -> np.ndarray:
         """How many blocks of a prompt with these marks each replica would find at least, float64

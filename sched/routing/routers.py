@@ -98,7 +98,7 @@ def _two_choices(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, 
 
 
 def _slo(fleet: Fleet, up: np.ndarray, lots: Lots, ask: RoutingRequest, now: float) -> int:
-    s = fleet.columns
+    s, ask = fleet.columns, fleet.in_program(ask, now)
     work, short = s.best_effort_work, s.best_effort_short
     if ask.tier == 0:
         work, short = s.realtime_work, s.realtime_short

@@ -123,7 +123,8 @@ class Backlog:
             count as computed.
         received: Requests so far, including finished ones.
         known: The requests as policies may know them.
-        blocks: int64 [n], blocks held by each.
+        blocks: int64 [n], blocks of K held by each: half of what becomes free. Caches that grow
+            take the rest, and with all of it predictions are too short by more than half.
         tenants: int64 [n], indices into `shares`.
         shares: Every tenant so far, by name.
         free_blocks: Free blocks of the pool.
@@ -192,7 +193,7 @@ class Backlog:
             blocks=np.where(waits, 0, pool.held[rows]),
             tenants=table.tenant[rows],
             shares=scheduler.shares.shares(),
-            free_blocks=pool.num_free,
+            free_blocks=pool.num_free_kv,
             block_size=pool.block_size,
             limits=view.limits,
             policy=scheduler.policy,

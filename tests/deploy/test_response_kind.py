@@ -40,6 +40,8 @@ def event(data: Any) -> bytes:
         (event(SPEAKS) + event({"choices": [{**GIVEN_UP, "delta": {}}]}), ResponseKind.NOTHING),
         (event({"choices": [{**GIVEN_UP, "delta": {"content": "a"}}]}), ResponseKind.ANSWER),
         (b"data: [DONE]\n\n", ResponseKind.ANSWER),
+        (b"event: message_start\ndata: {}\n\n", ResponseKind.NOTHING),
+        (b"event: message_start\ndata: {}\n\nevent: ping\ndata: {}\n\n", ResponseKind.ANSWER),
     ],
 )
 def test_a_body_tells_by_what_is_in_it(body: bytes, told: ResponseKind) -> None:

@@ -17,6 +17,9 @@ from jaxserve.deploy.routing_request import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    MESSAGES,
+    OLLAMA,
+    RESPONSES,
     RoutingRequestBuilder,
 )
 from jaxserve.engine.block_keys import BlockKeys
@@ -27,7 +30,7 @@ from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.templates.chat_template import load_chat_template
 
-CONFIG = replica_config(["--config.server.slo_classes.mine=ttft=2s:tier=best_effort"])
+CONFIG = replica_config(["--config.server.slo_classes.mine=ttft=2s:tier=best_effort:program=7s"])
 TEXT = "Once upon a time there was a cat"
 TOKENS = len(load_tokenizer(CONFIG.model.path).encode(TEXT))
 
@@ -274,6 +277,51 @@ def test_what_headers_and_keys_say_of_targets_counts(
     assert (found.tier, found.jct) == (1, 600.0), "the class of the key"
     tight = [asking, (b"x-slo-ttft-ms", b"399")]
     assert asyncio.run(keyed.from_http(COMPLETIONS, body, tight)) == NOTHING
+
+
+def test_deadlines_of_programs_are_told(builder: RoutingRequestBuilder) -> None:
+    """By body, message, header or class, at every door."""
+    said = {"program": "a", "program_deadline_ms": 9000, "expected_calls": 3}
+    chat = {"messages": [{"role": "user", "content": TEXT}]}
+    for path, body in ((COMPLETIONS, {"prompt": TEXT}), (CHAT, chat), (RESPONSES, {"input": TEXT})):
+        found = http(builder, path, **body, **said)
+        assert (found.program_deadline, found.calls_left) == (9.0, 3)
+        assert http(builder, path, **body).program_deadline == np.inf
+        assert http(builder, path, **body, program="a", slo_class="mine").program_deadline == 7.0
+        assert http(builder, path, **body, **said, slo_class="mine").program_deadline == 9.0
+    program = {"id": "a", "deadline_ms": 9000, "expected_calls": 3}
+    by_grpc = asyncio.run(builder.from_grpc(make_request(TEXT, program=program)))
+    assert (by_grpc.program_deadline, by_grpc.calls_left) == (9.0, 3)
+    metadata = [("x-program-id", "a"), ("x-program-deadline-ms", "500")]
+    assert asyncio.run(builder.from_grpc(make_request(TEXT), metadata)).program_deadline == 0.5
+
+
+def test_responses_are_counted_like_the_chats_that_they_are(
+    builder: RoutingRequestBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "yes"}]
+    turns: dict[str, Any] = {"input": [*items, {"role": "user", "content": "go on"}]}
+    chat = {"messages": [{"role": "system", "content": "be kind"}, *turns["input"]]}
+    found = http(builder, RESPONSES, **turns, instructions="be kind", slo={"ttft_ms": 50})
+    assert found == http(builder, CHAT, **chat, slo={"ttft_ms": 50})
+    assert http(builder, RESPONSES, input=TEXT, previous_response_id="resp_1").prompt_len > 1
+    assert http(builder, RESPONSES, input=[{"type": "unknown"}]) is NOTHING
+    made = finding(monkeypatch)
+    known = http(made, RESPONSES, input=TEXT, program="a")
+    assert known.of_program and known.hint == asked(made, prompt=LONG, program="a").hint
+
+
+def test_messages_are_counted_like_the_chats_that_they_are(
+    builder: RoutingRequestBuilder,
+) -> None:
+    turns = [{"role": "user", "content": TEXT}]
+    found = http(builder, CHAT, messages=[{"role": "system", "content": "be kind"}, *turns])
+    assert http(builder, MESSAGES, messages=turns, system="be kind", max_tokens=5) == found
+    system = {"role": "system", "content": "be kind"}
+    assert http(builder, OLLAMA, messages=[system, *turns], slo={"ttft_ms": 50}) == http(
+        builder, CHAT, messages=[system, *turns], slo={"ttft_ms": 50}
+    )
+    assert http(builder, MESSAGES, messages=turns) is NOTHING, "without max_tokens"
 
 
 @pytest.mark.parametrize("key", ["x" * 257, "x" * (8 << 20), "\ud800", ["k"]])

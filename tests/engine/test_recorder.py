@@ -22,6 +22,7 @@ from jaxserve.engine.startup.build import build_engine
 from jaxserve.engine.stats import RequestStats
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
+from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.recording import Header, first_line, older
 from jaxserve.sched.request import SLO, Program, Request, SamplingParams, Tier
 from jaxserve.simulator import replay
@@ -232,7 +233,7 @@ def test_a_recording_knows_what_experts_take_and_older_ones_of_none(tmp_path: Pa
         ),
         (
             json.dumps({"recording": 0}),
-            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9, 10: left out",
+            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9, 10, 11: left out",
         ),
     ],
 )
@@ -273,7 +274,9 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise(26)
-@pytest.mark.parametrize(("version", "lacks"), [(9, 2), (8, 3), (7, 3), (6, 5), (5, 6), (4, 7)])
+@pytest.mark.parametrize(
+    ("version", "lacks"), [(10, 2), (9, 4), (8, 5), (7, 5), (6, 7), (5, 8), (4, 9)]
+)
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
     story = Story(path)
@@ -282,10 +285,10 @@ def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, l
     story.over()
     header, *events = map(json.loads, path.read_text().splitlines())
     header["recording"] = version
-    assert events[0][-7:] == [7.0, 3.0, 0, 0, 0, 0, None]
+    assert events[0][-9:] == [7.0, 3.0, 0, 0, 0, 0, None, 1, 0]
     less = {"arrival": lacks, "step": 2, "end": 4, "features": 1}
     if version >= 8:
-        less |= {"step": 0, "end": 0, "features": 9 - version}
+        less |= {"step": 0, "end": 0, "features": max(9 - version, 0)}
     else:
         del header["drafters"]
     for line in events:
@@ -481,16 +484,19 @@ def test_what_waits_for_what_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
     story, came, lasted = Story(path), dict[int, float](), dict[int, float]()
 
-    names = {3: "", 4: "another"}
+    programs = {3: ProgramCall(2, False, "", (), None), 4: ProgramCall(3, True, "", (), None)}
+    tools = {5: ("grep",), 6: ("grep", "cat"), 7: ("grep",)}
 
     def arrive(number: int, after: float, *chain: int) -> None:
         """So long after what was told last, with a chain of blocks."""
         story.now += after
-        came[number], name = story.now, names.get(number, "run")
+        came[number] = story.now
         keys = tuple(bytes([one]) * 16 for one in chain)
         request = Request(f"{number}", (7,) * (4 * len(chain) + 1), arrival=story.now)
-        program = Program(name, 90.0) if name else None
+        call = programs.get(number, ProgramCall(1, True, "", tools.get(number, ()), 1.0))
+        program = Program("run", 90.0) if call.named else None
         request = dataclasses.replace(request, block_keys=keys, program=program)
+        story.recorder.on_program_call(number, call)
         story.recorder.on_arrival(number, request)
 
     def end(number: int, *chain: int) -> None:
@@ -528,7 +534,9 @@ def test_what_waits_for_what_is_read_again(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert columns.wait.tolist() == pytest.approx([0, 2.0, 2.5, 0, 0, 3.0, 1.0, 0.25])
     assert columns.deadline.tolist() == [90.0] * 3 + [np.inf] + [90.0] * 4
-    assert b"run" not in path.read_bytes() and b"another" not in path.read_bytes()
+    assert columns.tool.tolist() == [-1, -1, -1, -1, -1, 0, 1, 0]
+    assert columns.tools == ("tool 1", "tool 2")
+    assert b"run" not in path.read_bytes() and b"grep" not in path.read_bytes()
     served = replay.served(replay.read(path)).programs
     assert served is not None and served.number.tolist() == [0, 1]
     assert served.makespan.tolist() == pytest.approx([came[7] + lasted[7] - came[0], lasted[4]])
@@ -540,15 +548,31 @@ def test_what_waits_for_what_is_read_again(tmp_path: Path) -> None:
     assert (again.arrival[late.child] >= ends - 1e-9).all() and again.finished.all()
 
 
-def test_programs_without_end_take_bounded_room(
+def test_tools_without_end_take_bounded_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(module, "MOST_TOOLS", 3)
     story = Story(tmp_path / "served.jsonl")
     for number, name in enumerate("abcabcdea"):
-        request = Request(f"{number}", (7,), program=Program(name), arrival=story.now)
-        story.recorder.on_arrival(number, dataclasses.replace(request, tenant="abc"[number % 3]))
+        story.recorder.on_program_call(number, ProgramCall(1, True, "", (name,), 1.0))
+        story.recorder.on_arrival(number, Request(f"{number}", (7,), arrival=story.now))
     story.over()
     found = replay.read(tmp_path / "served.jsonl").arrivals
-    assert [one.program for one in found.values()] == [1, 2, 3, 1, 2, 3, 4, 5, 6]
-    assert len(story.recorder._programs) == 3
+    assert [one.tool for one in found.values()] == [1, 2, 3, 1, 2, 3, 4, 5, 6]
+    assert len(story.recorder._tools) == 3
+
+
+def test_programs_that_no_call_names_are_replayed(tmp_path: Path, shapes: dict[str, Path]) -> None:
+    """A chat that calls a tool, its next turn, and a request by itself."""
+    path = tmp_path / "served.jsonl"
+    with engine(shapes["opt"], engine__record=str(path)) as on:
+        name, stream = send(on, [5, 6, 7], max_tokens=4)
+        stream.wait()
+        on.note_tools(name, {"call_1": "search"})
+        send(on, [1, 2, 3], max_tokens=2, n=2, continues=(("tool", "call_1"),))[1].wait()
+        send(on, [8, 9], max_tokens=2, n=3)[1].wait()
+    programs = replay.traffic_of(replay.read(path)).workload.programs
+    assert programs.program.tolist() == [0] * 3 + [-1] * 3
+    assert (programs.parent.tolist(), programs.child.tolist()) == ([0, 0], [1, 2])
+    assert programs.tool.tolist() == [-1, 0, 0, -1, -1, -1] and programs.tools == ("tool 1",)
+    assert programs.wait[1] == programs.wait[2] > 0

@@ -74,6 +74,22 @@ def test_a_dtype_that_plain_xla_would_convert_is_refused(shapes: dict[str, Path]
             chosen(shapes["opt"], **fields, cache__dtype=dtype)
 
 
+def test_latent_vectors_in_8_bits_are_refused(shapes: dict[str, Path]) -> None:
+    given = {"cache__memory_gib": 1e-4, "cache__num_blocks": 0}
+    for dtype in ("int8", "fp8"):
+        with pytest.raises(
+            ConfigError, match=r"cache\.dtype: .* latent caches are kept in 16 or 32"
+        ):
+            chosen(shapes["deepseek"], **given, cache__dtype=dtype)
+    wide, half = (
+        chosen(shapes["deepseek"], cache__dtype=dtype, **given) for dtype in ("float32", "bfloat16")
+    )
+    # Of a token and layer 16 numbers and 4 rotated ones; a block has half of them, of 16 tokens.
+    blocks = 1e-4 * 2**30 / (2 * 16 * 10 * 4)
+    assert wide.memory.num_blocks == pytest.approx(blocks, rel=0.07)
+    assert half.memory.num_blocks == pytest.approx(2 * blocks, rel=0.07)
+
+
 def test_memory_holds_more_of_them(shapes: dict[str, Path]) -> None:
     """Blocks that the same memory holds, and slots of the host's."""
     given = {"cache__memory_gib": 1e-4, "cache__host_gib": 1e-3, "cache__num_blocks": 0}

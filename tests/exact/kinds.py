@@ -19,10 +19,12 @@ WHOLE = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+# Layers with a window and layers without one.
+WINDOWED = ("gemma2", "gemma3", "gpt_oss", "qwen2_moe")
 # What others of the reference cases have besides are constants, as of their rotations.
-NAMES = ("deepseek_v2", "deepseek_v2_lite", "gemma2", "gemma3", "gpt_oss", "granite", "llama3",
-         "mistral", "mixtral", "olmo2", "opt", "opt_post_norm", "phi4_mini", "qwen2", "qwen2_moe",
-         "qwen3", "smollm3")  # fmt: skip
+NAMES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "gemma2", "gemma3", "glm4_moe",
+         "gpt_oss", "granite", "llama3", "mistral", "mixtral", "olmo2", "opt", "opt_post_norm",
+         "phi4_mini", "qwen2", "qwen2_moe", "qwen3", "smollm3")  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     **{name: hf_config(name) for name in NAMES},
     "whole": {**SHAPES["llama"], **WHOLE},
@@ -36,7 +38,10 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MODELS},
     **{
         f"{name}, bfloat16": (name, BFLOAT16)
-        for name in ("deepseek_v2", "gemma3", "gpt_oss", "opt", "qwen3", "whole", "whole moe")
+        for name in (
+            *("deepseek_v2", "deepseek_v3", "gemma3", "glm4_moe", "gpt_oss", "opt", "qwen3"),
+            *("whole", "whole moe"),
+        )
     },
     "opt, int8": ("opt", {"model__quantization": "int8"}),
     "whole, int8": ("whole", {"model__quantization": "int8", **BFLOAT16}),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve.sched.policies.goodput.prices import Prices
 from jaxserve.sched.request import SLO, Rule, Tier
 from jaxserve.simulator.capacity import FINE
 from jaxserve.simulator.workloads.workload import WorkloadError
@@ -266,3 +267,11 @@ def test_which_runs_a_change_of_code_makes_old(
     assert changed({"sched/policies/sarathi.py": more}) == {"sarathi"}
     for everybodys in ("sched/unified/unified_policy.py", "simulator/replica/event_loop.py"):
         assert changed({everybodys: more}) == set(names)
+
+
+def test_what_prices_bring_where_rows_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of the requests are in time than without them (docs/goodput.md)."""
+    case = LeagueCase(LLAMA, "sharegpt", "far above", "goodput", 0, 36.75, 588)
+    found = run(case).attainment
+    monkeypatch.setattr(Prices, "affordable", lambda _, rows, worth: np.ones(len(rows), bool))
+    assert found > 1.1 * run(case).attainment

@@ -137,6 +137,7 @@ class PagedRun:
                 sliding_window=inputs.kind.sliding_window,
                 soft_cap=config.soft_cap,
                 sinks=inputs.sinks,
+                halves=config.halves,
                 decode_only=decode_only,
                 **where,
             )

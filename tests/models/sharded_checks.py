@@ -46,7 +46,10 @@ LANES = {
         ("Q4_K",),
     ),
     "slow": Lane(
-        {"gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 4, "qwen2_moe": 2, "deepseek_v2": 2},
+        {
+            **{"gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 4, "qwen2_moe": 2},
+            **{"deepseek_v2": 2, "deepseek_v3": 4, "glm4_moe": 2},
+        },
         {"mixtral": 4, "gpt_oss": 2, "deepseek_v2_lite": 2},
         ("opt",),
         ("int8", "fp8"),

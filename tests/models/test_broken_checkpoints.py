@@ -21,6 +21,7 @@ INDEX = "model.safetensors.index.json"
 OPT, LLAMA = "model.decoder.layers.1", "model.layers.0"
 MIXTRAL, GPT_OSS = "model.layers.1.block_sparse_moe", "model.layers.1.mlp.experts"
 DEEPSEEK = "model.layers.2.self_attn"
+V3 = "model.layers.1.mlp"
 Change = Callable[[dict[str, np.ndarray]], object]
 
 
@@ -90,6 +91,27 @@ def spoiled(name: str, value: float) -> Change:
          "kv_a_proj_with_mqa.weight': expected shape [32, 32], found [31, 32]"),
         ("deepseek_v2_lite", {}, filled(f"{DEEPSEEK}.kv_a_proj_with_mqa.bias", 32),
          f"has a tensor '{DEEPSEEK}.kv_a_proj_with_mqa.bias', but by its config there are no such"),
+        *(
+            (name, {}, without(f"{V3}.gate.e_score_correction_bias"),
+             f"has no tensor '{V3}.gate.e_score_correction_bias'")
+            for name in ("deepseek_v3", "kimi_k2", "glm4_moe")
+        ),
+        ("deepseek_v3", {}, filled(f"{V3}.gate.e_score_correction_bias", 8),
+         "gate.e_score_correction_bias': expected shape [12], found [8]"),
+        ("deepseek_v3", {"kv_lora_rank": 16}, whole,
+         "kv_a_proj_with_mqa.weight': expected shape [24, 32], found [32, 32]"),
+        ("deepseek_v3", {"n_routed_experts": 8}, whole,
+         f"'{V3}.gate.weight': expected shape [8, 32], found [12, 32]"),
+        ("deepseek_v3", {"n_shared_experts": 2}, whole,
+         f"'{V3}.shared_experts.gate_proj.weight': expected shape [40, 32], found [20, 32]"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, whole,
+         f"no tensor '{V3}.gate_proj.weight'"),
+        ("deepseek_v3", {"num_hidden_layers": 1}, whole,
+         "num_hidden_layers is 1, but the checkpoint has a tensor 'model.layers.2."),
+        ("glm4_moe", {"use_qk_norm": False, "attention_bias": False}, whole,
+         "a tensor 'model.layers.0.self_attn.k_proj.bias', but by its config there are no such"),
+        ("glm4_moe", {}, without("model.layers.0.self_attn.q_norm.weight"),
+         "has no tensor 'model.layers.0.self_attn.q_norm.weight'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(

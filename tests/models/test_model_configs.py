@@ -18,11 +18,16 @@ def parse(hf):
     return family_for(hf).config_from_hf(hf)
 
 
+# In billions, of presets whose names have none.
+SIZES = {"deepseek-v2-lite": 15.7, "deepseek-v3": 671, "kimi-k2": 1026}
+SIZES |= {"glm-4.5": 355, "glm-4.5-air": 106}
+
+
 @pytest.mark.parametrize("name", preset_names())
 def test_preset_has_the_size_of_its_name(name):
     hf = preset(name)
     config = parse(hf)
-    sized = name.replace("8x7", "46.7").replace("v2-lite", "15.7b")
+    sized = f"{name}-{SIZES[name]}b" if name in SIZES else name.replace("8x7", "46.7")
     size, unit = re.search(r"-([\d.]+)([mb])(?:-a[\d.]+b)?$", sized).groups()
     stated = float(size) * {"m": 1e6, "b": 1e9}[unit]
     assert family_for(hf).num_params(config) == pytest.approx(stated, rel=0.12)
@@ -139,6 +144,27 @@ BAD = [
     ("deepseek_v2", {"topk_group": 5}, r"n_group 4 must .* be at least topk_group \(5\)"),
     ("deepseek_v2", {"topk_group": 1}, "num_experts_per_tok must be at most 2, .* got 3"),
     ("deepseek_v2", {"topk_group": None}, "topk_group is missing"),
+    ("deepseek_v2", {"num_nextn_predict_layers": -1}, "predict_layers must be a number of layers"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+    ("deepseek_v3", {"n_group": 5}, r"n_group 5 must divide n_routed_experts \(12\)"),
+    ("deepseek_v3", {"n_group": 12}, r"n_group 12 must leave two of n_routed_experts \(12\)"),
+    ("deepseek_v3", {"topk_group": 5}, r"n_group 4 must .* be at least topk_group \(5\)"),
+    ("deepseek_v3", {"num_experts_per_tok": 7}, "per_tok must be at most 6, .* got 7"),
+    ("deepseek_v3", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false, got 'yes'"),
+    ("deepseek_v3", {"q_lora_rank": -4}, "q_lora_rank must be a positive integer, got -4"),
+    ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false is not supported"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1, got 2"),
+    ("kimi_k2", {"n_shared_experts": 0}, "n_shared_experts must be a positive integer, got 0"),
+    ("kimi_k2", {"num_nextn_predict_layers": True}, "must be a number of layers, got True"),
+    ("glm4_moe", {"use_qk_norm": 1}, "use_qk_norm must be true or false, got 1"),
+    ("glm4_moe", {"topk_group": 3}, r"n_group 2 must .* be at least topk_group \(3\)"),
+    (
+        "glm4_moe",
+        {"partial_rotary_factor": 0.45},
+        "partial_rotary_factor 0.45 of head_dim 16 is not",
+    ),
+    ("glm4_moe", {"rope_scaling": YARN}, "'yarn' with a partial_rotary_factor is not supported"),
 ]
 
 

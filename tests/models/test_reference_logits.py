@@ -67,26 +67,34 @@ def test_dense_logits_as_users_have_them(name):
 
 
 # Rounding Gemma's weights moves transformers' own logits by 14 roundings. Mixtral is not among
-# these: it is off by up to 158, where a router may take another expert.
+# these: its router takes another expert for too many of the tokens.
 @pytest.mark.parametrize(
-    ("name", "roundings"),
+    ("name", "roundings", "near"),
     [
-        ("opt_post_norm", 12),
-        ("gemma2", 20),
-        ("gpt_oss", 12),
+        ("opt_post_norm", 12, 1),
+        ("gemma2", 20, 1),
+        ("gpt_oss", 12, 0.95),
         *(
-            pytest.param(name, 12, marks=pytest.mark.slow)
-            for name in ("llama2", "qwen3", "granite", "deepseek_v2_lite", "qwen2_moe", "qwen3_moe")
+            pytest.param(name, 12, near, marks=pytest.mark.slow)
+            for near, names in (
+                (1, ("llama2", "qwen3", "granite")),
+                (0.95, ("qwen2_moe", "qwen3_moe", "deepseek_v2_lite", "glm4_moe")),
+                (0.9, ("deepseek_v3", "kimi_k2")),
+            )
+            for name in names
         ),
     ],
 )
-def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings):
+def test_dense_logits_of_bfloat16_weights_are_as_near_as_that_allows(name, roundings, near):
     """Weights of bfloat16 under float32 activations, as CPUs have it: off by some of bfloat16's
-    roundings of 2**-8 of the largest logit, and by more than float32 would be."""
+    roundings of 2**-8 of the largest logit, and by more than float32 would be. A router that
+    nearly ties takes another expert, so one token in twenty of a model with experts may be off by
+    any distance; one in ten where sigmoids, which are closer than softmaxes, decide."""
     case = load_reference(name)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params)
     got = _dense_logits(case, rounded, _options(name))
-    error = np.abs(got - case.logits).max() / np.abs(case.logits).max()
+    errors = np.abs(got - case.logits).max(axis=-1) / np.abs(case.logits).max()
+    error = np.quantile(errors, near)
     assert TOLERANCE < error < roundings * 2**-8
 
 
@@ -146,6 +154,7 @@ SMALL, PADDED = (4, 2, 16), (8, 4, 24)
 PAGED = [("opt", *PADDED), ("gpt_oss", *SMALL), ("deepseek_v2_lite", *PADDED), ("gemma2", *SMALL)]
 MORE = [(name, *SMALL) for name in ("opt_post_norm", "llama2", "qwen2_moe", "smollm3")]
 MORE += [(name, *PADDED) for name in ("qwen3", "phi4_mini", "mixtral", "gemma3")]
+MORE += [("deepseek_v3", *SMALL), ("kimi_k2", *PADDED), ("glm4_moe", *PADDED)]
 
 
 @pytest.mark.promise(7)
@@ -164,9 +173,10 @@ def test_paged_logits_as_users_have_them(name, block_size, rows, tokens):
     np.testing.assert_allclose(np.stack(got), case.logits, atol=TOLERANCE, rtol=0)
 
 
-def test_paged_logits_of_bfloat16_weights_and_cache_are_as_near_as_that_allows():
+@pytest.mark.parametrize("name", ["llama2", "deepseek_v2_lite"])
+def test_paged_logits_of_bfloat16_weights_and_cache_are_as_near_as_that_allows(name):
     """As CPUs serve it where numba is."""
-    case = load_reference("llama2")
+    case = load_reference(name)
     rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), case.params)
     case = case._replace(params=rounded)
     got = _prefill_then_decode(case, *SMALL, {}, pool_dtype="bfloat16", backend="numba")

@@ -11,7 +11,7 @@ import jax
 import pytest
 from _pytest.mark.structures import ParameterSet
 
-from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend
+from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, unsupported
 from jaxserve.pallas_kernels.pool import FLOAT8
 from tests.pallas_kernels.batches import Shape
 
@@ -28,7 +28,7 @@ LIMITS = {"float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
 class Case:
     """A shape with the options of attention over it. parts: of the hidden vectors' projection, as
     `batches.make_projection` names them. A test of hidden vectors has kv_heads queries a token.
-    cache: dtype of the pool, where it is not that of the queries."""
+    cache: dtype of the pool, where it is not that of the queries. halves: see `Scoring`."""
 
     name: str
     shape: Shape
@@ -37,6 +37,7 @@ class Case:
     window: int | None = None
     cap: float | None = None
     sinks: bool = False
+    halves: int = 0
     parts: tuple[str, ...] = ()
 
     @property
@@ -104,7 +105,19 @@ CASES = (
         cap=3.0,
         parts=("bias", "norm", "rotary"),
     ),
+    # Latent vectors, of a width that is a power of two or not, with chunks of one token and of
+    # many.
+    Case("latent-decodes", Shape(10, 1, 26, block_size=32, width=5), sinks=True, halves=19),
+    Case(
+        "latent-mixed",
+        Shape(6, 1, head_dim=64, block_size=8, rows=4, width=9, tokens=40),
+        "bfloat16",
+        window=20,
+        cap=1.5,
+        halves=48,
+    ),
 )
+LATENT = ("latent-decodes", "latent-mixed")
 NARROW = ("int8", "float8")
 BY_NAME = {case.name: case for case in CASES}
 
@@ -123,8 +136,10 @@ def takes(backend: str, case: Case, kind: int) -> bool:
     """Whether a backend says that it has kernels of this kind for the case's shape."""
     shape, dtype = case.shape, case.cached
     num_heads = shape.kv_heads if kind == HIDDEN else shape.num_heads
-    seen = KernelShape(num_heads, shape.kv_heads, shape.head_dim, shape.block_size, dtype)
-    return get_backend(backend).supports(kind, seen) is None
+    seen = KernelShape(
+        num_heads, shape.kv_heads, shape.head_dim, shape.block_size, dtype, halves=case.halves
+    )
+    return unsupported(get_backend(backend), kind, seen) is None
 
 
 def backends_with(purpose: str) -> list[str]:

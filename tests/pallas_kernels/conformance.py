@@ -36,7 +36,7 @@ from tests.pallas_kernels.batches import (
     tokens_of,
     vectors,
 )
-from tests.pallas_kernels.cases import NARROW, Case, compiled
+from tests.pallas_kernels.cases import LATENT, NARROW, Case, compiled
 
 Check = Callable[[str, Case, AttentionBatch, int], None]
 # The shared cases of each function: those that reach code of its own.
@@ -132,6 +132,8 @@ class Attention:
         pool = as_cached(make_pool(shape, batch, rng, np.float32, case.window), case.cached)
         heads = shape.num_heads if self.kind == KV else shape.kv_heads
         width = wide(shape) if self.name == "absorbed" else shape
+        if case.halves:
+            width = dataclasses.replace(shape, head_dim=2 * shape.head_dim)
         queries = vectors(width, heads, rng, case.dtype, self.used(batch))
         given = queries, pool, jnp.int32(seed % shape.layers), batch
         if self.name != "projected":
@@ -148,6 +150,8 @@ class Attention:
         found = {"scale": case.scale, "sliding_window": case.window, "soft_cap": case.cap}
         if self.name == "paged" and case.sinks:
             found["sinks"] = _sinks(case.shape.num_heads)
+        if case.halves:
+            found["halves"] = case.halves
         return found
 
     def step_options(self, case: Case) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def call(attention: Attention, backend: str, case: Case, *arguments: Any) -> jax
 
 
 PAGED = Attention(
-    "paged", "attend", KV, (*BOTH, "mixed"), paged_attention, reference.paged_attention
+    "paged", "attend", KV, (*BOTH, "mixed", *LATENT), paged_attention, reference.paged_attention
 )
 ABSORBED = Attention(
     "absorbed", "absorbed", HIDDEN, BOTH, absorbed_attention, reference.absorbed_attention

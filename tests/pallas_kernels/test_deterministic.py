@@ -30,6 +30,7 @@ CASES = (
     Case("window", SHAPE, "bfloat16", window=37, cap=3.0, sinks=True),
     Case("int8", SHAPE, cache="int8"),
     Case("float8", SHAPE, "bfloat16", cache=FLOAT8),
+    Case("latent", dataclasses.replace(SHAPE, kv_heads=1), window=37, halves=48),
 )
 LENGTH = 70  # of the row that is looked at
 Pieces = Sequence[tuple[int, int]]  # (context with it, tokens) of each chunk of that row
@@ -58,10 +59,12 @@ def found(backend: str, case: Case, row: Pieces, beside: Pieces) -> np.ndarray:
     """What one row's tokens get, whose chunks are computed beside other rows: [LENGTH, H, D]."""
     shape = case.shape
     rng = np.random.default_rng(7)
-    heads = {"q": shape.num_heads, "k": shape.kv_heads, "v": shape.kv_heads}
+    asked = dataclasses.replace(shape, head_dim=shape.head_dim * (2 if case.halves else 1))
     size = dataclasses.replace(shape, tokens=LENGTH)
-    own = {name: vectors(size, count, rng, np.float32) for name, count in heads.items()}
-    out = np.zeros((LENGTH, shape.num_heads, shape.head_dim), np.float32)
+    queries = dataclasses.replace(asked, tokens=LENGTH)
+    own = {name: vectors(size, shape.kv_heads, rng, np.float32) for name in ("k", "v")}
+    own["q"] = vectors(queries, shape.num_heads, rng, np.float32)
+    out = np.zeros((LENGTH, shape.num_heads, 2 * case.halves or shape.head_dim), np.float32)
     for number, (context, count) in enumerate(row):
         drawn = np.random.default_rng(number)
         rows = sorted([(context, count), *beside], key=lambda each: each[1] != 1)
@@ -73,7 +76,7 @@ def found(backend: str, case: Case, row: Pieces, beside: Pieces) -> np.ndarray:
             for position in range(context):
                 block, slot = divmod(position, shape.block_size)
                 pool[0, tables[plane, block], :, slot] = own[name][position]
-        q = vectors(shape, shape.num_heads, drawn, np.float32)
+        q = vectors(asked, shape.num_heads, drawn, np.float32)
         begin = int(batch.query_start[mine])
         q[begin : begin + count] = own["q"][context - count : context]
         cached = as_cached(pool, case.cached)

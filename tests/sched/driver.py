@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
 from jaxserve.sched.cache.retention import LRU
+from jaxserve.sched.cache.window_groups import WindowGroups
 from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits
@@ -48,6 +49,7 @@ class Drive:
         prefix_caching: bool = False,
         retention: str = LRU,
         cost_model: CostModel = FLAT,
+        groups: WindowGroups | None = None,
         guessable: tuple[float, float] | None = None,
         **overrides: Any,
     ) -> None:
@@ -67,6 +69,7 @@ class Drive:
             host_slots=host_slots,
             prefix_caching=prefix_caching,
             retention=make_retention(retention),
+            groups=groups,
         )
         self.table, self.pool = self.scheduler.table, self.scheduler.pool
         self._mirror = TableMirror(self.pool)

@@ -143,6 +143,7 @@ class FakeEngine:
         self.wait_s = Wait(seconds=0.25, alone=0.125)
         self.text: Callable[[int], str] = lambda k: f" w{k}"
         self.ends_at: int | None = None  # tokens after which a text ends by itself
+        self.stop_string = ""  # that ends a text by itself
         self._thread: threading.Thread | None = None
 
     # The contract.
@@ -399,6 +400,7 @@ class FakeEngine:
             output = Output(running.request.id, index, pooled=vector)
         running.produced[index] = done + 1
         if done + 1 == self.ends_at:
+            output = dataclasses.replace(output, stop_string=self.stop_string)
             self._finish(running, index, FinishReason.STOP, output)
             del running.produced[index]
         elif done + 1 < sampling.max_tokens:

@@ -10,6 +10,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from jaxserve.server.http.anthropic.schema import MessagesRequest
+from jaxserve.server.http.ollama.schema import OllamaChatRequest
 from jaxserve.server.http.openai.schema import (
     ChatRequest,
     CompletionRequest,
@@ -18,7 +20,8 @@ from jaxserve.server.http.openai.schema import (
 )
 from jaxserve.server.proto import batches_pb2, generation_pb2
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+OLLAMA = "/api/chat"
 
 TEXTS = st.one_of(
     st.sampled_from(["\ud800", "a\udfff", "\udc80\ud800"]),
@@ -64,6 +67,8 @@ VALUES = st.one_of(
 
 _MESSAGE = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "b"}
 _CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+_USE = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": [1]}}
+_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "a"}]}
 _GENERATION: Mapping[str, Any] = {
     "max_tokens": 2,
     "stop": ["zz"],
@@ -83,6 +88,38 @@ _BODIES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             **_GENERATION,
             "messages": [_MESSAGE, {"role": "assistant", "tool_calls": [_CALL]}, _MESSAGE],
             "chat_template_kwargs": {},
+        },
+    ),
+    MESSAGES: (
+        MessagesRequest,
+        {
+            **{name: value for name, value in _GENERATION.items() if name != "stop"},
+            "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}, _USE]},
+                {"role": "user", "content": [_RESULT]},
+            ],
+            "stop_sequences": ["zz"],
+            "tools": [{"name": "f", "input_schema": {"type": "object", "properties": {}}}],
+            "tool_choice": {"type": "auto"},
+            "thinking": {"type": "enabled", "budget_tokens": 5},
+        },
+    ),
+    OLLAMA: (
+        OllamaChatRequest,
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+                {"role": "tool", "tool_name": "f", "content": "a"},
+            ],
+            "options": {"num_predict": 2, "stop": ["zz"], "num_ctx": 5, "top_k": 4},
+            "stream": False,
+            "keep_alive": "5m",
+            "format": {"type": "object"},
+            "think": True,
+            "slo": {"ttft_ms": 1e6},
         },
     ),
     "/tokenize": (TokenizeRequest, {"prompt": "a", "add_special_tokens": True}),

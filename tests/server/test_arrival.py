@@ -133,6 +133,8 @@ DOORS = {
     "Embed": embed,
     "completions": posting("/v1/completions", prompt="hi", max_tokens=2),
     "chat": posting("/v1/chat/completions", messages=CHAT, max_tokens=2),
+    "messages": posting("/v1/messages", messages=CHAT, max_tokens=16),
+    "Ollama": posting("/api/chat", messages=CHAT, stream=False),
     "responses": posting("/v1/responses", input="hi", max_output_tokens=16),
     "embeddings": posting("/v1/embeddings", input="hi"),
     "score": posting("/score", text_1="a", text_2="b"),

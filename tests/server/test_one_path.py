@@ -113,12 +113,12 @@ MISTAKES = {
         sampling={"logit_bias": dict.fromkeys(range(301), 1.0)},
     ),
     "target": Mistake(
-        "slo.ttft_ms: must be a positive time, got -3.0",
+        "slo.ttft_ms: must be a positive, finite time, got -3.0",
         slo={"ttft_ms": -3.0},
         not_at=(*WITHOUT_TARGETS, "llm"),  # whose SLO is in seconds, and its own
     ),
     "an endless target": Mistake(
-        "slo.tbt_ms: must be a positive time, got inf",
+        "slo.tbt_ms: must be a positive, finite time, got inf",
         slo={"tbt_ms": math.inf},
         not_at=(*WITHOUT_TARGETS, "llm"),
     ),

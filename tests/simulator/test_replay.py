@@ -15,6 +15,8 @@ from jaxserve.simulator import replay
 from jaxserve.simulator.replay import Recording
 from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.workloads.workload import Lengths, Workload
+from tests.engine.harness import SHAPES
+from tests.engine.simulated import engine_on_a_virtual_clock
 from tests.engine.simulated.engine_on_a_virtual_clock import Served, configured
 from tests.engine.simulated.test_engine_agrees import FIELDS, LARGE, PRIOR, SMALL, TRUE, trace
 
@@ -55,6 +57,28 @@ def test_a_recording_is_replayed_as_it_was_served(
     workload = trace(3, rate, early)
     fields = {"engine__overlap": overlap, "cache__num_blocks": blocks, "scheduler__policy": policy}
     served, path = recorded(tmp_path, workload, **fields)
+    replays(served, path)
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "goodput"])
+def test_layers_with_a_window_are_replayed(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as much memory set aside, and given back, as in the engine."""
+    windows = {"model_type": "gemma2", "head_dim": 8, "sliding_window": 30}
+    shape = SHAPES["llama"] | windows | {"num_hidden_layers": TRUE.num_layers}
+    monkeypatch.setattr(engine_on_a_virtual_clock, "MODEL", shape)
+    fields = {"scheduler__policy": policy, "cache__num_blocks": 150}
+    served, path = recorded(tmp_path, trace(3, 100.0, True), **fields)
+    groups = replay.read(path).header.groups
+    assert groups is not None and groups.window == 30
+    replays(served, path)
+    others = dataclasses.replace(replay.read(path).header, groups=None)
+    whole = again(dataclasses.replace(replay.read(path), header=others))
+    assert whole.rows is not None and len(whole.rows[0]) != len(served.plans)
+
+
+def replays(served: Served, path: Path) -> None:
     recording = replay.read(path)
     assert not recording.notes
     host = replay.system_of(recording).host.as_dict()

@@ -34,6 +34,8 @@ ENVIRONMENTS, PAGE = ROOT / ".venv-clients", ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- begin: make clients-test -->\n", "<!-- end -->\n"
 CLIENTS = {
     "openai": "openai",
+    "anthropic": "anthropic",
+    "ollama": "ollama",
     "langchain": "langchain-openai",
     "llamaindex": "llama-index-llms-openai-like",
     "instructor": "instructor",

@@ -27,13 +27,15 @@ from weights import tensor
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "reference"
 TOLERANCE = 1e-5
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # as transformers reads it in kimi_k25
 NUM_SEQUENCES, SEQUENCE_LENGTH = 2, 44
 
 
 def run_case(given: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
     """One case's config as transformers saves it, its tokens and its logits."""
     fields = copy.deepcopy(given)  # transformers rewrites the rope dict it is given
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model_type = fields.pop("model_type")
+    config = transformers.AutoConfig.for_model(SAME_AS.get(model_type, model_type), **fields)
     model = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager"
     )

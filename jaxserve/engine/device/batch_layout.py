@@ -40,7 +40,7 @@ class Rows:
     Attributes:
         counts: tokens that each row computes.
         contexts: tokens of each row that are cached before.
-        tables: block ids, [m, 2, width].
+        tables: block ids, [m, planes, width].
         table_rows: the table of each row, [n]; None: they are in the rows' order.
         direction, kind: of the cache, [n] or one number; LEFT and KV by default.
         tokens: each row's tokens, as far as the host knows them; the newest may be missing: the
@@ -96,6 +96,7 @@ class Layout:
         kv: whether any row may have a KV cache.
         block_size: tokens of a block; 0: unknown, so that tables are always sent whole.
         drafts: whether rows may have drafts, so that logits of several tokens of a row are wanted.
+        planes: block tables of a row: of K and V, of each group of layers.
         lora: number of leading columns of adapters that contain all adapters of its rows, see
         `jaxserve.models.lora`; 0: no row has an adapter.
         deterministic: a row's bits depend on nothing else in the batch, see `Buckets`.
@@ -112,6 +113,7 @@ class Layout:
     drafts: bool = False
     lora: int = 0
     deterministic: bool = False
+    planes: int = 2
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
@@ -130,7 +132,11 @@ class Layout:
             "num_decodes": (),
             "num_rows": (),
             "greedy": (),  # whether the step itself draws the tokens, greedily
-            "tables": (self.rows, 2, self.width),  # last, so that compact buffers have the others
+            "tables": (
+                self.rows,
+                self.planes,
+                self.width,
+            ),  # last, so that compact buffers have the others
         }
 
     @property
@@ -176,7 +182,7 @@ class Layout:
         begin, size = _places(self).tables, self.size
         if self.mirrors and rows.mirrored is not None:
             there = np.minimum(rows.mirrored[order], blocks)
-            used = begin + self.rows + 2 * int((blocks - there).sum())
+            used = begin + self.rows + self.planes * int((blocks - there).sum())
             size = self.sizes[min(bisect.bisect_left(self.sizes, used), len(self.sizes) - 1)]
         buffer = self.padding(size)
         fields = self.views(buffer)
@@ -278,31 +284,33 @@ def _places(layout: Layout) -> _Places:
         return _Places(fields, begin, (end,))
     begun = -(-layout.tokens // layout.block_size) + layout.rows  # most blocks per plane
     # Twice that: rows may switch to other rows' blocks with the same tokens.
-    compact = {begin + layout.rows + room for room in (4 * begun, ids // _COMPACT_PART)}
+    rooms = (2 * layout.planes * begun, ids // _COMPACT_PART)
+    compact = {begin + layout.rows + room for room in rooms}
     return _Places(fields, begin, (*sorted(size for size in compact if size < end), end))
 
 
 def _new_ids(
     tables: np.ndarray, rows: np.ndarray, first: np.ndarray, count: np.ndarray
 ) -> np.ndarray:
-    """Ids first[i] to first[i] + count[i] of both planes of row rows[i], row after row."""
-    width = tables.shape[2]
-    counts = np.repeat(count, 2)
-    begins = (2 * width * rows[:, None] + np.array([0, width]) + first[:, None]).ravel()
+    """Ids first[i] to first[i] + count[i] of all planes of row rows[i], row after row."""
+    _, planes, width = tables.shape
+    counts = np.repeat(count, planes)
+    of_row = width * np.arange(planes)
+    begins = (planes * width * rows[:, None] + of_row + first[:, None]).ravel()
     begins -= np.cumsum(counts) - counts
     return tables.ravel()[np.repeat(begins, counts) + np.arange(counts.sum())]
 
 
 def empty_tables(layout: Layout) -> np.ndarray:
-    """The device's block tables before any step: int32 [slots + 1, 2 * width], the last row for
-    rows without a slot. Zeros, since kernels may read ids past a row's own."""
-    return np.zeros((layout.slots + 1, 2 * layout.width), np.int32)
+    """The device's block tables before any step: int32 [slots + 1, planes * width], the last row
+    for rows without a slot. Zeros, since kernels may read ids past a row's own."""
+    return np.zeros((layout.slots + 1, layout.planes * layout.width), np.int32)
 
 
 def keep(whole: jax.Array, tables: jax.Array, *, layout: Layout) -> jax.Array:
     """The tables of all slots after a whole buffer was sent, inside a jitted function. tables:
     those before; donated."""
-    fields, width = layout.unpack(whole), 2 * layout.width
+    fields, width = layout.unpack(whole), layout.planes * layout.width
     new = fields["tables"].reshape(layout.rows, width)
 
     def one(i: jax.Array, tables: jax.Array) -> jax.Array:
@@ -320,7 +328,7 @@ def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax
 
     Args:
         packed: int32, of any of the layout's sizes but the last.
-        tables: int32 [slots + 1, 2 * width], of all slots before; donated.
+        tables: int32 [slots + 1, planes * width], of all slots before; donated.
         layout: `Layout.as_expanded` of the step's layout.
 
     Returns:
@@ -328,26 +336,28 @@ def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax
         the tables of all slots.
     """
     fields, begin, width = layout.unpack(packed), _places(layout).tables, layout.width
-    rows, slots = layout.rows, fields["slots"]
+    rows, slots, planes = layout.rows, fields["slots"], layout.planes
     there, ids = packed[begin : begin + rows], packed[begin + rows :]
-    counts = jnp.repeat(-(-fields["context_lens"] // layout.block_size) - there, 2)
+    counts = jnp.repeat(-(-fields["context_lens"] // layout.block_size) - there, planes)
     ends = jnp.cumsum(counts)
     # Target of the first id of each row and plane, less its index among all new ids.
-    firsts = jnp.stack([slots * 2 * width + there, (slots * 2 + 1) * width + there], axis=1)
-    moved = firsts.reshape(-1) - (ends - counts)
+    firsts = [slots * planes * width + there]
+    firsts += [(slots * planes + plane) * width + there for plane in range(1, planes)]
+    moved = jnp.stack(firsts, axis=1).reshape(-1) - (ends - counts)
     at = jnp.arange(len(ids), dtype=jnp.int32)
     of = jnp.searchsorted(ends, at, side="right", method="scan_unrolled")
-    target = jnp.where(of < 2 * rows, moved[jnp.minimum(of, 2 * rows - 1)] + at, tables.size)
+    last = planes * rows
+    target = jnp.where(of < last, moved[jnp.minimum(of, last - 1)] + at, tables.size)
     tables = tables.reshape(-1).at[target].set(ids, mode="drop", unique_indices=True)
-    tables = tables.reshape(layout.slots + 1, 2 * width)
+    tables = tables.reshape(layout.slots + 1, planes * width)
 
     def gathered(whole: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(whole, tables[slots].reshape(-1), (begin,))
 
     def copied(whole: jax.Array) -> jax.Array:
         def one(i: jax.Array, whole: jax.Array) -> jax.Array:
-            table = jax.lax.dynamic_slice(tables, (slots[i], 0), (1, 2 * width)).reshape(-1)
-            return jax.lax.dynamic_update_slice(whole, table, (begin + i * 2 * width,))
+            table = jax.lax.dynamic_slice(tables, (slots[i], 0), (1, planes * width)).reshape(-1)
+            return jax.lax.dynamic_update_slice(whole, table, (begin + i * planes * width,))
 
         return jax.lax.fori_loop(0, rows, one, whole)
 
@@ -357,10 +367,16 @@ def expand(packed: jax.Array, tables: jax.Array, *, layout: Layout) -> tuple[jax
     return jax.lax.dynamic_update_slice(whole, packed[:begin], (0,)), tables
 
 
-def attention_batch(fields: dict[str, jax.Array], *, drafts: bool = False) -> AttentionBatch:
-    """The kernels' view of a batch from `Layout.unpack`. drafts: see `Layout`."""
+def attention_batch(
+    fields: dict[str, jax.Array], *, drafts: bool = False, group: int = 0
+) -> AttentionBatch:
+    """The kernels' view of a batch from `Layout.unpack`. drafts: see `Layout`. group: the group of
+    layers whose block tables it has."""
     names = AttentionBatch.__dataclass_fields__.keys() - {"drafts"}
-    return AttentionBatch(**{name: fields[name] for name in names}, drafts=drafts)
+    given = {name: fields[name] for name in names}
+    if given["tables"].shape[1] > 2:
+        given["tables"] = given["tables"][:, 2 * group : 2 * group + 2]
+    return AttentionBatch(**given, drafts=drafts)
 
 
 def positions(fields: dict[str, jax.Array]) -> jax.Array:

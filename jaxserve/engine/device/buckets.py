@@ -68,6 +68,7 @@ class Buckets:
         kernels of `pallas_kernels.deterministic_backend`. Only without hidden caches.
         row_sizes: numbers of rows that steps other than decode steps have, ascending; empty: those
         of `rows`. Other than these while only some decode steps are compiled.
+        planes: see `Layout`.
     """
 
     rows: tuple[int, ...]
@@ -83,6 +84,7 @@ class Buckets:
     lora: tuple[int, ...] = ()
     deterministic: int = NEVER
     row_sizes: tuple[int, ...] = ()
+    planes: int = 2
 
     @property
     def padding(self) -> Padding:
@@ -123,6 +125,7 @@ class Buckets:
             kv=kv,
             block_size=self.block_size,
             drafts=self.drafts and not decode_only,
+            planes=self.planes,
         )
 
     def deterministic_step(self) -> Layout:
@@ -251,6 +254,7 @@ def make_buckets(
     drafts: bool = False,
     lora: tuple[int, ...] = (),
     deterministic: int = NEVER,
+    planes: int = 2,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
     of 256 above, and the maximum itself; steps that are not decode steps have at least 16 tokens,
@@ -270,6 +274,7 @@ def make_buckets(
         drafts: see `Buckets`.
         lora: see `Buckets`.
         deterministic: see `Buckets`.
+        planes: see `Layout`.
 
     Raises:
         ConfigError: given sizes are not ascending, or do not reach their maximum.
@@ -301,6 +306,7 @@ def make_buckets(
         drafts,
         lora,
         deterministic,
+        planes=planes,
     )
 
 

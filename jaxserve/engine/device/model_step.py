@@ -101,7 +101,9 @@ def _model_step(
     layout: Layout,
 ) -> StepOutput:
     fields = layout.unpack(packed)
-    batch = attention_batch(fields, drafts=layout.drafts)
+    groups = range(layout.planes // 2)
+    batches = [attention_batch(fields, drafts=layout.drafts, group=group) for group in groups]
+    batch = batches[0]
     if adapters is not None:
         numbers = _of_tokens(fields["adapters"], fields["token_row"], layout)
         params = with_adapters(params, adapters, numbers, layout.lora)
@@ -113,14 +115,24 @@ def _model_step(
         "mesh": mesh,
     }
     plans = {
-        window: plan_attention(pool, batch, config.num_heads, sliding_window=window, **options)
-        for window in (config.windows if layout.kv else ())
+        (group, window): plan_attention(
+            pool,
+            batches[group],
+            config.num_heads,
+            sliding_window=window,
+            halves=config.halves,
+            **options,
+        )
+        for group, window in (_planned(model) if layout.kv else ())
     }
     scoring: dict[str, Any] = {"scale": config.attn_scale, "soft_cap": config.soft_cap}
+    scoring["halves"] = config.halves
     dense = not (config.causal or get_backend(model.backend).both_ways)
     if not (config.causal or dense):
         scoring["both_ways"] = True
-    puts = plan_write(pool, batch, hidden=how is not None, backend=model.backend)
+    puts = [
+        plan_write(pool, each, hidden=how is not None, backend=model.backend) for each in batches
+    ]
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
     def attend(pool: Pool, layer: LayerIndex, inputs: AttentionInput) -> tuple[Pool, jax.Array]:
@@ -128,13 +140,14 @@ def _model_step(
         k, v = inputs.k, inputs.v
         if x is not None and not layout.kv:
             k = v = x  # not read, so that the new tokens' own need not be computed
-        pool = write(pool, layer, k, v, batch, x=x, plan=puts, backend=model.backend, mesh=mesh)
+        mine, put = batches[inputs.group], puts[inputs.group]
+        pool = write(pool, layer, k, v, mine, x=x, plan=put, backend=model.backend, mesh=mesh)
         out = jnp.zeros_like(inputs.q)
         if layout.kv:
             window = inputs.kind.sliding_window
-            masks = {"sliding_window": window, "plan": plans[window], **scoring}
+            masks = {"sliding_window": window, "plan": plans[inputs.group, window], **scoring}
             masks["sinks"] = inputs.sinks
-            out = paged_attention(inputs.q, pool, layer, batch, **masks, **options)
+            out = paged_attention(inputs.q, pool, layer, mine, **masks, **options)
         if rows is not None and how is not None:
             out = attend_hidden(out, inputs, pool, layer, rows, how, model)
         return pool, out
@@ -154,6 +167,7 @@ def _model_step(
         pool,
         dtype=model.activations,
         mesh=mesh,
+        groups=model.groups,
     )
     wanted = x if layout.decode_only else x[fields["last"]]
     found = logits(model.family, params, config, wanted, mesh=mesh)
@@ -164,6 +178,15 @@ def _model_step(
     newest, sampled = sample_greedy(newest, found, slots, greedy, checked)
     hidden = None if layout.decode_only else x
     return StepOutput(pool, newest, sampled, found, slots, emit, checked, hidden)
+
+
+def _planned(model: StepModel) -> dict[tuple[int, int | None], None]:
+    """The groups of the model's layers, with their windows."""
+    kinds = model.config.layer_kinds
+    places = [(0, 0)] * len(kinds) if model.groups is None else model.groups.places
+    return dict.fromkeys(
+        (group, kind.sliding_window) for kind, (group, _) in zip(kinds, places, strict=True)
+    )
 
 
 def _of_tokens(adapters: jax.Array, token_row: jax.Array, layout: Layout) -> jax.Array:

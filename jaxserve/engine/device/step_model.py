@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxserve.models.base import Family, ModelConfig
+from jaxserve.models.layer_groups import LayerGroups
 from jaxserve.models.lora import LoraSlots
 from jaxserve.pallas_kernels import deterministic_backend, get_backend
 
@@ -35,6 +36,7 @@ class StepModel:
         max_len: tokens of the longest context.
         activations: dtype of activations, see `activations_in`; None: that of the weights.
         lora: room for adapters; None for none.
+        groups: which layers share block lists; None if all do.
     """
 
     family: Family
@@ -45,6 +47,7 @@ class StepModel:
     max_len: int = 0
     activations: DTypeLike | None = None
     lora: LoraSlots | None = None
+    groups: LayerGroups | None = None
 
     @property
     def shards(self) -> int:

@@ -23,6 +23,7 @@ from jaxserve.engine.startup.start_cache import NOWHERE, StartCache
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.text.detokenizer import Tokenizer
 from jaxserve.engine.text.grammar_process import GrammarLimits
+from jaxserve.models.layer_groups import windows_of
 from jaxserve.progress import Show, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
@@ -76,6 +77,7 @@ def assemble(
         host_slots=memory.host_slots,
         prefix_caching=config.cache.prefix_caching,
         retention=make_retention(config.cache.retention),
+        groups=windows_of(kernels.model.groups),
         seed=config.scheduler.seed,
         rho=initial.rho,
         projects=kernels.model.hidden_read == PROJECTED,
@@ -159,6 +161,7 @@ def _dtype_name(kernels: Kernels) -> str:
 
 
 def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialCostModel) -> Header:
+    groups = windows_of(chosen.kernels.model.groups)
     return Header(
         began=datetime.datetime.now(datetime.UTC).isoformat(),
         versions={"jaxserve": __version__, "jax": jax.__version__},
@@ -181,4 +184,5 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
         prefix_caching=config.cache.prefix_caching,
         retention=config.cache.retention,
         drafters=DRAFTERS if chosen.scheduling.policy.speculates else (),
+        groups=groups,
     )

@@ -22,6 +22,7 @@ from jaxserve.engine.startup.fingerprint import checksum, system_fingerprint
 from jaxserve.models import sharding
 from jaxserve.models.attention import rounding_as_cached
 from jaxserve.models.base import ModelConfig
+from jaxserve.models.layer_groups import layer_groups, pool_layers
 from jaxserve.models.lora import Adapters, LoraSlots, adapter_specs, make_adapters
 from jaxserve.pallas_kernels import get_backend, make_pool
 from jaxserve.progress import Show
@@ -51,6 +52,7 @@ class Blueprint:
         moves_cache: whether cached tokens are moved, see `Choices`.
         masked_sampling: whether to compile sampling with grammars' masks.
         lora: room for adapters; None for none.
+        windows: whether layers with a window give blocks behind it back.
     """
 
     shape: Mapping[str, str]
@@ -66,6 +68,7 @@ class Blueprint:
     moves_cache: bool
     masked_sampling: bool
     lora: LoraSlots | None = None
+    windows: bool = False
 
     @classmethod
     def from_choices(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
@@ -86,6 +89,7 @@ class Blueprint:
             moves_cache=chosen.moves_cache,
             masked_sampling=masked_sampling,
             lora=model.lora,
+            windows=model.groups is not None,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -163,7 +167,7 @@ def build_programs(
         params = transpose_loaded(params, blueprint.dtype)
     advise_huge_pages(jax.tree.leaves(params))
     pool = make_pool(
-        model.num_layers,
+        pool_layers(model, step_model.groups),
         blueprint.allocated_blocks,
         sharding.pool_kv_heads(model, tensor),
         blueprint.block_size,
@@ -203,6 +207,7 @@ def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) ->
         blueprint.max_len,
         jnp.dtype(blueprint.activations),
         blueprint.lora,
+        layer_groups(model) if blueprint.windows else None,
     )
 
 

@@ -37,7 +37,8 @@ def warn_of_overflow(
     tokens[0] = config.bos_token_id or 0
     counts, buckets = np.array([count]), executor.buckets
     layout = buckets.fitting(counts, np.array([KV]))
-    tables = np.arange(2 * buckets.width, dtype=np.int32).reshape(1, 2, -1) % num_blocks
+    planes = buckets.planes
+    tables = np.arange(planes * buckets.width, dtype=np.int32).reshape(1, planes, -1) % num_blocks
     rows = Rows(
         counts, np.zeros(1, np.int64), tables, tokens=[tokens.tolist()], slots=np.arange(1), emits=1
     )

@@ -43,6 +43,7 @@ def key_of(chosen: Choices) -> dict[str, Any]:
         "deterministic": buckets.deterministic,
         "limits": dataclasses.astuple(chosen.scheduling.limits),
         "versions": [__version__, jax.__version__],
+        **({} if model.groups is None else {"windows": model.groups.planes}),
     }
 
 

@@ -147,7 +147,7 @@ class StepTimer:
         return [row.tolist() for row in np.split(drawn, np.cumsum(counts)[:-1])]
 
     def _tables(self, rows: int) -> np.ndarray:
-        size = (rows, 2, self._executor.buckets.width)
+        size = (rows, self._executor.buckets.planes, self._executor.buckets.width)
         blocks = np.arange(math.prod(size), dtype=np.int32) % self._num_blocks
         return blocks.reshape(size)
 

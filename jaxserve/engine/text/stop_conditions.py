@@ -15,12 +15,15 @@ class StopStrings:
 
     The match that completes first counts; of several that complete at the same character, the
     longest. Only text that may be the beginning of a stop string is held back.
+
+    Attributes:
+        found: the stop string that was found; "" if none was.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._longest = max(map(len, self._stops), default=0)
-        self._held = ""
+        self._held = self.found = ""
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[str, bool]:
         """Returns the text that can be streamed now, and whether a stop string was found. That
@@ -35,8 +38,9 @@ class StopStrings:
             starts = ((text.find(s, max(seen - len(s) + 1, 0)), len(s)) for s in self._stops)
             found = [(start + length, start) for start, length in starts if start >= 0]
             if found:
-                self._held = ""
-                return text[: min(found)[1]], True
+                end, start = min(found)
+                self._held, self.found = "", text[start:end]
+                return text[:start], True
         keep = self._possible_start(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
@@ -89,6 +93,11 @@ class ContinuationText:
         self._min_tokens = sampling.min_tokens
         self._max_tokens = sampling.max_tokens
         self._num_tokens = 0
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that has ended it; "" if none has."""
+        return self._strings.found
 
     def feed(self, token: int) -> tuple[str, FinishReason | None]:
         """Takes the next token. Returns the text that can be streamed now, and why the continuation

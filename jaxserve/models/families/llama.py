@@ -1,5 +1,6 @@
 """Llama-style decoders: Llama 2 and 3, Yi, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3, SmolLM3,
-Granite 3, OLMo-2, Phi-3 and Phi-4-mini; Gemma 2 and 3 by `jaxserve.models.families.gemma`.
+Granite 3, OLMo-2, Phi-3, Phi-4-mini and GLM-4.5; other modules of this package make configs of
+Gemma, gpt-oss and DeepSeek for the same layers.
 
 RMS norms around sub-layers, rotary positions, gated feed-forward, grouped-query attention (Touvron
 et al. 2023, section 2.2). The table of `jaxserve.models.families.llama_types` has the differences
@@ -27,7 +28,7 @@ from jaxserve.models.base import (
 from jaxserve.models.experts import ExpertParams, expert_leaves, gate_function, mixture
 from jaxserve.models.families.llama_config import EXPERT_NAMES, NORMS, LlamaConfig
 from jaxserve.models.families.llama_types import MODEL_TYPES, config_from_hf
-from jaxserve.models.latent import LatentAttention
+from jaxserve.models.latent import LatentAttention, latent_leaves
 from jaxserve.models.layers import (
     Linear,
     Norm,
@@ -213,7 +214,7 @@ def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> Ll
 
     d, d_ff, mlp = config.d_model, config.d_ff, "mlp"
     if experts is not None:
-        d_ff, mlp = experts.shared_d_ff, "mlp.shared_expert"
+        d_ff, mlp = experts.shared_d_ff, EXPERT_NAMES[config.expert_names].shared or mlp
     attn_norm, attn_out_norm, mlp_norm, mlp_out_norm = (
         None if part is None else norm_leaves(f"{name}.{part}", d, offset=config.norm_offset)
         for part in NORMS[config.norms]
@@ -222,10 +223,11 @@ def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> Ll
     if config.joined:
         gate = up = "mlp.gate_up_proj"
         gate_rows, up_rows = (0, 2 * d_ff), (d_ff, 2 * d_ff)
-    return LlamaLayer(
-        attn_norm=attn_norm,
-        attn_out_norm=attn_out_norm,
-        attn=attention_leaves(
+    attn: AttentionParams | LatentAttention
+    if config.latent is not None:
+        attn = latent_leaves(config, f"{name}.self_attn", bias=config.qkv_bias)
+    else:
+        attn = attention_leaves(
             config,
             f"{name}.self_attn",
             out="o_proj",
@@ -233,7 +235,11 @@ def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> Ll
             out_bias=config.out_bias,
             head_norms=config.qk_norm,
             joined="qkv_proj" if config.joined else None,
-        ),
+        )
+    return LlamaLayer(
+        attn_norm=attn_norm,
+        attn_out_norm=attn_out_norm,
+        attn=attn,
         mlp_norm=mlp_norm,
         mlp_out_norm=mlp_out_norm,
         gate=projection(gate, (d, d_ff), ("embed", "mlp"), gate_rows) if d_ff else None,
@@ -244,14 +250,14 @@ def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> Ll
 
 
 def _expert_leaves(config: LlamaConfig, name: str, experts: Experts) -> ExpertParams:
-    block, parts = EXPERT_NAMES[config.expert_names]
+    block, parts, _, of_shared = EXPERT_NAMES[config.expert_names]
     gate, up, down = (f"{name}.{block}.experts.*.{part}" for part in parts)
     return expert_leaves(
         experts,
         config.d_model,
         router=f"{name}.{block}.gate",
         names=(gate, up, down),
-        shared_gate=f"{name}.{block}.shared_expert_gate" if experts.shared_d_ff else None,
+        shared_gate=f"{name}.{of_shared}" if experts.shared_d_ff and of_shared else None,
         std=config.init_std,
     )
 

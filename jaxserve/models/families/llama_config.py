@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.models import hf as fields
 from jaxserve.models.base import ModelConfig
@@ -21,11 +21,30 @@ NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
         "post_feedforward_layernorm",
     ),
 }
-# By `LlamaConfig.expert_names`: the names in checkpoints of a layer's experts, and of the gate, up
-# and down of one expert.
-EXPERT_NAMES: dict[str, tuple[str, tuple[str, str, str]]] = {
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen": ("mlp", ("gate_proj", "up_proj", "down_proj")),
+
+
+class ExpertNames(NamedTuple):
+    """The names of a layer's experts in checkpoints.
+
+    Attributes:
+        block: the module that contains them.
+        parts: gate, up and down of one expert.
+        shared: the module of the shared expert; None if the layer has none.
+        shared_gate: a token's weight of it, likewise; None if its weight is 1.
+    """
+
+    block: str
+    parts: tuple[str, str, str]
+    shared: str | None = None
+    shared_gate: str | None = None
+
+
+_PARTS = ("gate_proj", "up_proj", "down_proj")
+# By `LlamaConfig.expert_names`.
+EXPERT_NAMES = {
+    "mixtral": ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    "qwen": ExpertNames("mlp", _PARTS, "mlp.shared_expert", "mlp.shared_expert_gate"),
+    "deepseek": ExpertNames("mlp", _PARTS, "mlp.shared_experts"),
 }
 
 

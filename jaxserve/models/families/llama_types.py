@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxserve.models import hf as fields
 from jaxserve.models.base import Experts, layer_kinds
+from jaxserve.models.families.deepseek_experts import by_sigmoid
 from jaxserve.models.families.llama_config import LlamaConfig, common_fields, with_defaults
 from jaxserve.models.rope import check_width, longest_context, rope_from_hf
 
@@ -159,7 +160,8 @@ class ModelType:
             and the output.
         qkv_bias: (config.json) -> whether q, k and v have biases whatever that field says.
         mlp_bias: whether the field `mlp_bias` gives biases to the feed-forward layer.
-        qk_norm, whole_norms, norms, joined, expert_names: see `LlamaConfig`.
+        qk_norm: (config.json) -> whether q and k have norms.
+        whole_norms, norms, joined, expert_names: see `LlamaConfig`.
         partial_rotary: whether a part of each head may be without positions.
         rotates: which layers have rotary positions; None for all.
         layer_types: which layers have a window, see `LayerTypes`.
@@ -173,7 +175,7 @@ class ModelType:
     attention_bias: bool = True
     qkv_bias: Callable[[Hf], bool] = lambda hf: False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Callable[[Hf], bool] = lambda hf: False
     whole_norms: bool = False
     norms: str = "before"
     joined: bool = False
@@ -196,7 +198,7 @@ MODEL_TYPES: dict[str, ModelType] = {
         layer_types=_if_used(_later),
         own_layer_types=True,
     ),
-    "qwen3": ModelType(qk_norm=True, layer_types=_if_used(_later), own_layer_types=True),
+    "qwen3": ModelType(qk_norm=lambda hf: True, layer_types=_if_used(_later), own_layer_types=True),
     "smollm3": ModelType(
         defaults={"rope_theta": 2e6, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
         mlp_bias=True,
@@ -214,7 +216,10 @@ MODEL_TYPES: dict[str, ModelType] = {
         ),
     ),
     "olmo2": ModelType(
-        defaults={"rms_norm_eps": 1e-5}, qk_norm=True, whole_norms=True, norms="after"
+        defaults={"rms_norm_eps": 1e-5},
+        qk_norm=lambda hf: True,
+        whole_norms=True,
+        norms="after",
     ),
     "phi3": ModelType(
         defaults={"rms_norm_eps": 1e-5},
@@ -237,7 +242,30 @@ MODEL_TYPES: dict[str, ModelType] = {
         own_layer_types=True,
         experts=_shared_qwen_experts,
     ),
-    "qwen3_moe": ModelType(qk_norm=True, layer_types=_if_used(_every), experts=_qwen_experts),
+    "qwen3_moe": ModelType(
+        qk_norm=lambda hf: True, layer_types=_if_used(_every), experts=_qwen_experts
+    ),
+    "glm4_moe": ModelType(
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 1408,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        attention_bias=False,  # it gives none to the output
+        qkv_bias=lambda hf: fields.flag(hf, "attention_bias", False),
+        qk_norm=lambda hf: fields.flag(hf, "use_qk_norm", False),
+        partial_rotary=True,
+        experts=by_sigmoid,
+        expert_names="deepseek",
+    ),
 }
 
 
@@ -271,10 +299,11 @@ def config_from_hf(hf: Hf) -> LlamaConfig:
         kinds=layer_kinds(ropes, windows),
         tied=fields.flag(hf, "tie_word_embeddings", False),
         experts=own.experts(hf),
+        mtp_layers=fields.layer_count(hf, "num_nextn_predict_layers"),
         qkv_bias=bias or qkv_bias,
         out_bias=bias,
         mlp_bias=own.mlp_bias and fields.flag(hf, "mlp_bias", False),
-        qk_norm=own.qk_norm,
+        qk_norm=own.qk_norm(hf),
         whole_norms=own.whole_norms,
         norms=own.norms,
         joined=own.joined,

@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+_KEY_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer "}
 _LOOK_S = 1.0  # least seconds between two looks at the file
 
 
@@ -36,11 +37,12 @@ class Unauthenticated(RuntimeError):
 
 def authorization(headers: Iterable[tuple[str | bytes, str | bytes]]) -> bytes | None:
     """The authorization among HTTP's headers or gRPC's metadata; None unless there is exactly
-    one."""
-    values = [value for name, value in headers if name in ("authorization", b"authorization")]
-    if len(values) != 1:
-        return None
-    return values[0] if isinstance(values[0], bytes) else values[0].encode()
+    one. A key in x-api-key, as Anthropic's clients send it, is one, too; clients may send the same
+    key in both."""
+    raw = [tuple(v if isinstance(v, bytes) else v.encode() for v in header) for header in headers]
+    names = [name for name, _ in raw if name in _KEY_HEADERS]
+    given = {_KEY_HEADERS[name] + value.strip() for name, value in raw if name in _KEY_HEADERS}
+    return given.pop() if len(given) == 1 and len({*names}) == len(names) else None
 
 
 class Caller:
@@ -158,7 +160,7 @@ class Keys:
             return Caller()
         self._look()
         if authorization is None:
-            problem = "this server wants an API key: Authorization: Bearer KEY"
+            problem = "this server wants an API key: Authorization: Bearer KEY, or x-api-key: KEY"
             raise Unauthenticated(problem, given=False)
         scheme, _, secret = authorization.strip().partition(b" ")
         if scheme.lower() != b"bearer":

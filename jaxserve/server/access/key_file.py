@@ -31,6 +31,7 @@ LIMITS = {
     "min_ttft_ms": "ms to the first token, the tightest target that it may ask for (any)",
     "min_tbt_ms": "the same between two tokens, P99 or longest (any)",
     "min_jct_ms": "the same to the last one (any)",
+    "min_program_ms": "ms to the end of a program, its tightest deadline (any)",
     "adapters": "names of the adapters that it may use, by commas, or - for none (all)",
     "admin": "1: it may act on the whole server: reset its cache, load adapters (not)",
 }
@@ -67,6 +68,7 @@ class ApiKey:
         min_ttft_ms: tightest TTFT target that it may ask for, in ms; 0 is any.
         min_tbt_ms: the same for the time between tokens, the 99th percentile or the longest.
         min_jct_ms: the same for the last token.
+        min_program_ms: tightest deadline of a program that it may ask for, in ms; 0 is any.
         adapters: names of the adapters that it may use, separated by commas; "" is all, NO_ADAPTERS
             none.
         admin: 1 if it may act on the whole server; else 0.
@@ -86,6 +88,7 @@ class ApiKey:
     min_ttft_ms: int = 0
     min_tbt_ms: int = 0
     min_jct_ms: int = 0
+    min_program_ms: int = 0
     adapters: str = ""
     admin: int = 0
 

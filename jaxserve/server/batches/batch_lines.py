@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxserve.engine.output import FinishReason, Timings, TokenLogprobs, Usage
-from jaxserve.sched.request import Grammar, GrammarKind, InvalidRequest, Thinking, Tier
+from jaxserve.sched.request import (
+    Grammar,
+    GrammarKind,
+    InvalidRequest,
+    PoolingParams,
+    PoolingType,
+    Thinking,
+    Tier,
+)
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.batches.records import NewLine
 from jaxserve.server.requests.call_errors import call_error_of
@@ -32,6 +40,7 @@ class Line:
         cache_salt: as `Request.cache_salt`.
         prediction: as in `RequestFields`.
         note: JSON values by name, which its frontend gets back with the result.
+        pooling: the vector that is wanted in place of text; None generates.
     """
 
     prompt: str | tuple[int, ...]
@@ -40,12 +49,13 @@ class Line:
     cache_salt: str = ""
     prediction: str = ""
     note: Mapping[str, Any] = field(default_factory=dict)
+    pooling: PoolingParams | None = None
 
     def to_json(self) -> str:
         """The line as JSON. Equal lines have equal texts, even if one was stored by an older server
-        that had no salts, predictions or notes."""
+        that had no salts, predictions, notes or vectors."""
         fields = _fields(self)
-        for name in ("cache_salt", "prediction", "note"):
+        for name in ("cache_salt", "prediction", "note", "pooling"):
             if not fields[name]:
                 fields = {other: value for other, value in fields.items() if other != name}
         return json.dumps(fields, default=_fields, sort_keys=True)
@@ -59,7 +69,10 @@ class Line:
             sampling["grammar"] = Grammar(GrammarKind(grammar["kind"]), grammar["text"])
         if (thinking := sampling.get("thinking")) is not None:
             sampling["thinking"] = Thinking(**thinking)
-        return replace(line, sampling=sampling)
+        made: Any = line.pooling  # its fields by name
+        if made is not None:
+            made = PoolingParams(**{**made, "pooling": PoolingType(made["pooling"])})
+        return replace(line, sampling=sampling, pooling=made)
 
     @property
     def continuations(self) -> int:
@@ -75,6 +88,7 @@ class Line:
             cache_salt=self.cache_salt,
             caller=caller,
             prediction=self.prediction,
+            pooling=self.pooling,
         )
 
     def checked(
@@ -149,6 +163,7 @@ class Completion:
         timings: seconds.
         logprobs: one entry per generated token, if asked for.
         prompt_logprobs: one entry per token of the prompt from the second on, if asked for.
+        pooled: the vector, if one was asked for, as base64 of float32 numbers.
     """
 
     index: int
@@ -159,6 +174,7 @@ class Completion:
     timings: Timings
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    pooled: str = ""
 
 
 @dataclass(frozen=True)
@@ -193,8 +209,12 @@ class Result:
 
 def _fields(value: Any) -> dict[str, Any]:
     """A dataclass's fields, for json. It is deliberately not a C function: json calls it for each
-    entry of a long result, and other threads can run whenever it does."""
-    return vars(value)
+    entry of a long result, and other threads can run whenever it does. A text's result can be read
+    by a server that makes no batches of vectors."""
+    fields = vars(value)
+    if isinstance(value, Completion) and not value.pooled:
+        return {name: each for name, each in fields.items() if name != "pooled"}
+    return fields
 
 
 def _completion(fields: dict[str, Any]) -> Completion:

@@ -27,6 +27,7 @@ from jaxserve.server.requests.call_outcome import (
 )
 from jaxserve.server.requests.engine_requests import EngineRequests
 from jaxserve.server.requests.output_streams import Delta, RequestFailed, Stream, StreamFailed
+from jaxserve.server.requests.pooling.pooled_outputs import vector_base64
 
 RETRY_S = 0.5
 """Seconds until the next try after the engine's queue was full or the disk failed."""
@@ -319,6 +320,7 @@ def _completion(whole: Delta) -> Completion:
         timings=dataclasses.replace(last.timings, preempted=()),  # there may be any number of them
         logprobs=tuple(whole.logprobs),
         prompt_logprobs=tuple(whole.prompt_logprobs),
+        pooled="" if last.pooled is None else vector_base64(last.pooled),
     )
 
 

@@ -33,7 +33,12 @@ from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.engine_requests import MAX_CACHE_KEY, RequestFields
 from jaxserve.server.requests.milliseconds import targets_ms, timings_ms, verdict_fields
 from jaxserve.server.requests.output_streams import Delta
-from jaxserve.server.requests.slo_classes import ServiceLevel, own_targets, said_program
+from jaxserve.server.requests.slo_classes import (
+    ServiceLevel,
+    check_deadline,
+    own_targets,
+    said_program,
+)
 
 _MANY_BYTES = 4096
 _PROGRAM = ("program.id", "program.deadline_ms", "program.expected_calls", "program.over")
@@ -66,13 +71,14 @@ def fields_from_message(message: pb.GenerateRequest, caller: Caller) -> RequestF
     check_unknown_fields("request", message)
     cache_key_of(message)
     prompt, sampling = prompt_from_message(message), sampling_from_message(message.sampling)
-    key = message.prompt_cache_key
+    program, key = program_from_message(message), message.prompt_cache_key
+    check_deadline(program, caller, _PROGRAM[1])
     return RequestFields(
         prompt,
         sampling,
         **shared_fields(message, caller),
         prediction=message.prediction,
-        program=program_from_message(message),
+        program=program,
         continues=(("key", key),) if key else (),
     )
 

@@ -19,6 +19,7 @@ from jaxserve.server.access.browser_origins import NotAllowed
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.errors import RECORD, ApiError, as_api_error
 from jaxserve.server.http.openai.files import FORM_BYTES, MAX_FILE_BYTES
+from jaxserve.server.http.openai.sse import STREAMS
 from jaxserve.server.http.transport.connections import Place
 from jaxserve.server.http.transport.protocol import ARRIVED, LOST, PLACE, REQUEST_ID
 from jaxserve.server.http.web_console import PAGE
@@ -39,9 +40,13 @@ from jaxserve.server.telemetry.trace_context import trace_context
 
 _FILES = "/v1/files"
 _SCORES = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
-_POOLED = ("/v1/embeddings", "/pooling", *_SCORES)
-_COUNTED = ("/v1/completions", "/v1/chat/completions", "/v1/responses", *_POOLED)
-_WITH_PROMPTS = (*_COUNTED, "/tokenize", "/detokenize")
+_POOLED = ("/v1/embeddings", "/pooling", "/api/embed", *_SCORES)
+_COUNTED = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/api/chat", "/api/generate"),
+    *_POOLED,
+)
+_WITH_PROMPTS = (*_COUNTED, "/v1/messages/count_tokens", "/tokenize", "/detokenize")
 _LABELS = {path: f"http {path}" for path in (*_WITH_PROMPTS, "/v1/models", _FILES, "/v1/batches")}
 _OTHER = "http other"
 _HEALTH = ("/health", "/ready")
@@ -178,7 +183,7 @@ class AdmissionMiddleware:
                     self._log.warning(kind, "refused a call: %s", error)
                 refusal = refusal_of(error)
                 refusal.note(record)
-                await refusal.response()(scope, receive, send)
+                await refusal.response(scope["path"])(scope, receive, send)
             else:
                 limit = self._body_bytes if scope["path"] in _WITH_PROMPTS else _SMALL_BYTES
                 if scope["path"] in _POOLED:
@@ -276,7 +281,7 @@ def limited_receive(receive: Receive, scope: Scope, limit: int) -> Receive:
 
 def _told(start: Message, record: CallRecord) -> Iterator[tuple[bytes, bytes]]:
     """The answer's headers about SLO targets; for a stream, what is known at its beginning."""
-    streams = Headers(raw=start["headers"]).get("content-type", "").startswith("text/event-stream")
+    streams = Headers(raw=start["headers"]).get("content-type", "").startswith(STREAMS)
     for name, value in answer_headers(record, ended=start["status"] < 300 and not streams):
         yield name.encode(), value.encode()
 
@@ -288,10 +293,10 @@ def _place(scope: Scope) -> Place:
 
 
 def _label(path: str) -> str:
-    for known, label in _LABELS.items():
-        if path == known or path.startswith(known + "/"):
-            return label
-    return _OTHER
+    if path in _LABELS:
+        return _LABELS[path]
+    known = (label for begin, label in _LABELS.items() if path.startswith(begin + "/"))
+    return next(known, _OTHER)
 
 
 def _peer(scope: Scope) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,13 @@ from starlette.requests import ClientDisconnect
 from jaxserve import __version__
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.batches.batch_operations import Batches
+from jaxserve.server.http.anthropic.routes import add_message_routes
 from jaxserve.server.http.errors import ApiError, add_handlers, record_of
 from jaxserve.server.http.live_feed import LiveFeed
+from jaxserve.server.http.ollama.routes import add_ollama_routes
 from jaxserve.server.http.openai.batch_routes import add_batch_routes
 from jaxserve.server.http.openai.body_limits import body_route
-from jaxserve.server.http.openai.chat import beside_if_tools, chat_response, render_chat
+from jaxserve.server.http.openai.chat import chat_prompt, chat_response
 from jaxserve.server.http.openai.completions import completion_response
 from jaxserve.server.http.openai.files import FileStore
 from jaxserve.server.http.openai.multi_prompt import ClientGone
@@ -79,6 +80,8 @@ def build_app(
         app.add_exception_handler(gone, _nobody)
     _add_generation(app, context)
     add_response_routes(app, context, responses)
+    add_message_routes(app, context)
+    add_ollama_routes(app, context)
     add_pooling_routes(app, context)
     _add_models(app, context)
     _add_tokens(app, context)
@@ -144,13 +147,9 @@ def _add_tokens(app: FastAPI, context: RouteContext) -> None:
             raise InvalidRequest("prompt", "either prompt or messages is needed")
         if body.prompt is not None:
             special = body.add_special_tokens
-            encoding = context.requests.encode(body.prompt, tenant, special=special)
+            tokens = await context.requests.encode(body.prompt, tenant, special=special)
         else:
-            arguments = context.template, body, tenant
-            rendering = await beside_if_tools(context, body, tenant, render_chat, *arguments)
-            encode = functools.partial(context.requests.encode, tenant=tenant)
-            encoding = context.template.encode(await asyncio.wrap_future(rendering), encode)
-        tokens = await encoding
+            _, tokens = await chat_prompt(context, body, tenant)
         info = context.requests.info()
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_model_len}
 

@@ -1,4 +1,5 @@
-"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in the form of OpenAI's API: {"error": {"message", "type", "param", "code"}}. Paths of
+other APIs have those APIs' forms."""
 
 from __future__ import annotations
 
@@ -74,15 +75,50 @@ class ApiError(Exception):
             error["load"] = asdict(self._load)
         return {"error": error}
 
-    def response(self) -> JSONResponse:
-        """The HTTP response. OpenAI's clients read retry-after-ms, and others Retry-After."""
+    def shaped(self, path: str) -> tuple[int, dict[str, Any]]:
+        """The status and the body, in the form of the API that has the path."""
+        for begin, shape in _SHAPES.items():
+            if path.startswith(begin):
+                return shape(self)
+        return self.status, self.body()
+
+    def response(self, path: str = "") -> JSONResponse:
+        """The HTTP response. OpenAI's clients read retry-after-ms, and others Retry-After. path: of
+        the call."""
         headers = dict(self.headers)
         if self.retry_s is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_s))
             headers["retry-after-ms"] = str(_ms(self.retry_s))
         if self._load is not None:
             headers[LOAD_HEADER] = self._load.header()
-        return JSONResponse(self.body(), self.status, headers=headers)
+        status, body = self.shaped(path)
+        return JSONResponse(body, status, headers=headers)
+
+
+def _anthropic_shape(error: ApiError) -> tuple[int, dict[str, Any]]:
+    """Anthropic's form, in which a server that is busy has a status of its own."""
+    busy = error.outcome in _BUSY
+    status = 529 if busy else error.status
+    kind = "overloaded_error" if busy else _ANTHROPIC_TYPES.get(status)
+    kind = kind or ("api_error" if status >= 500 else _INVALID)
+    return status, {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+_BUSY = (CallOutcome.QUEUE_FULL, CallOutcome.TOO_MANY_CALLS, CallOutcome.EXPECTED_LATE)
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def _ollama_shape(error: ApiError) -> tuple[int, dict[str, Any]]:
+    return error.status, {"error": str(error)}
+
+
+_SHAPES = {"/v1/messages": _anthropic_shape, "/api/": _ollama_shape}
 
 
 _INVALID = "invalid_request_error"
@@ -139,7 +175,7 @@ def add_handlers(app: FastAPI) -> None:
 def error_response(request: Request, error: ApiError) -> JSONResponse:
     """The response for an error; also records the call's outcome."""
     error.note(record_of(request))
-    return error.response()
+    return error.response(request.scope["path"])
 
 
 def record_of(request: Request) -> CallRecord:
@@ -172,7 +208,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 # What pydantic's locations contain beside names and indices: alternatives of a union.
 _TYPE = re.compile(
-    r"str|bool|SloFields|ChosenTool|NamedTool|Item\[\w+\]|(list|dict|function-[a-z]+)\[.*\]"
+    r"str|bool|SloFields|ChosenTool|NamedTool|(Item|Block)\[\w+\]|(list|dict|function-[a-z]+)\[.*\]"
     r"|constrained-\w+"
 )
 _UNKNOWN = "extra_forbidden"

@@ -44,8 +44,8 @@ from jaxserve.server.requests.output_streams import (
     StreamFailed,
 )
 from jaxserve.server.requests.slo_admission import check_expected
-from jaxserve.server.requests.slo_classes import ServiceLevel, requested_level
-from jaxserve.server.requests.target_headers import header_program
+from jaxserve.server.requests.slo_classes import ServiceLevel, check_deadline, requested_level
+from jaxserve.server.requests.target_headers import DEADLINE_HEADER, header_program
 from jaxserve.server.requests.tenant_turns import TenantThreads
 
 L = TypeVar("L")
@@ -369,6 +369,7 @@ class EngineRequests:
         program = fields.program
         if program is None and caller is not None:
             program = header_program(caller.target_headers)
+            check_deadline(program, caller, DEADLINE_HEADER)
         if program is not None and level.program_deadline is not None:
             program = dataclasses.replace(program, usual_deadline=level.program_deadline)
         name = own or uuid.uuid4().hex

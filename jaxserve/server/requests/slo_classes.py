@@ -14,7 +14,7 @@ from jaxserve.sched.slo.classes import SloClassError, parse_terms
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.access.key_file import BEST_EFFORT, SLO_CLASS_NAME, ApiKey
-from jaxserve.server.requests.target_headers import header_targets
+from jaxserve.server.requests.target_headers import MAX_MS, header_targets
 
 MAX_CLASSES = 100  # each is a row of several metrics
 _NO_TARGETS = SLO()
@@ -53,7 +53,7 @@ def own_targets(milliseconds: Mapping[str, float]) -> SLO:
     `ttft_ms`. Raises InvalidRequest, naming the target, for a time that is not positive."""
     for name, value in milliseconds.items():
         if not (math.isfinite(value) and value / 1000 > 0):
-            raise InvalidRequest(f"slo.{name}", f"must be a positive time, got {value}")
+            raise InvalidRequest(f"slo.{name}", f"must be a positive, finite time, got {value}")
     return SLO(**{name.removesuffix("_ms"): value / 1000 for name, value in milliseconds.items()})
 
 
@@ -82,14 +82,27 @@ def said_program(
             if there:
                 raise InvalidRequest(field_name, f"is of a program: {names[0]} has to name it")
         return None
-    if deadline_ms is not None and not (math.isfinite(deadline_ms) and deadline_ms / 1000 > 0):
-        raise InvalidRequest(names[1], f"must be a positive time, got {deadline_ms}")
+    if deadline_ms is not None and not (deadline_ms / 1000 > 0 and deadline_ms <= MAX_MS):
+        limits = f"a number of milliseconds, above 0 and at most {MAX_MS:,}"
+        raise InvalidRequest(names[1], f"must be {limits}, got {deadline_ms}")
     deadline = None if deadline_ms is None else deadline_ms / 1000
     try:
         return Program(name, deadline, expected_calls, bool(over))
     except InvalidRequest as error:
         renamed: Mapping[str, str] = dict(zip(_PROGRAM, names, strict=True))
         raise error.renamed(renamed[error.field_name]) from None
+
+
+def check_deadline(program: Program | None, caller: Caller | None, name: str) -> None:
+    """Raises InvalidRequest if a program's deadline is tighter than its API key may ask for. name:
+    the deadline's, at this frontend."""
+    key = None if caller is None else caller.key
+    if program is None or program.deadline is None or key is None:
+        return
+    asked, least = 1000 * program.deadline, key.min_program_ms
+    if asked < least:
+        problem = f"{asked:g} ms is tighter than key {key.name} may ask for"
+        raise InvalidRequest(name, f"{problem}, {least} ms (min_program_ms)")
 
 
 def requested_level(
@@ -124,6 +137,9 @@ def requested_level(
     level = level.with_own(said.slo, None).with_own(slo, tier)
     if key is None:
         return level
+    if level.program_deadline is not None:
+        longer = max(level.program_deadline, key.min_program_ms / 1000)
+        level = dataclasses.replace(level, program_deadline=longer)
     of_headers = {name: where for name, where in said.names.items() if getattr(slo, name) is None}
     return _permitted(level, key, said=named or tier is not None, of_headers=of_headers)
 

@@ -31,9 +31,10 @@ _CLASS, _TIER, _MET, _TIMING = "x-slo-class", "x-slo-tier", "x-slo-met", "server
 _UNENFORCED, _MAX_UNENFORCED = "x-schema-not-enforced", 1000
 ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING, _UNENFORCED)
 _TARGETS = {*TARGET_HEADERS.values(), *_LLM_D.values()}
-_PROGRAM, _DEADLINE = "x-program-id", "x-program-deadline-ms"
-_NAMES = {*_TARGETS, _PROGRAM, _DEADLINE}
-_MAX_MS = 1_000_000_000  # 11 days
+_PROGRAM, DEADLINE_HEADER = "x-program-id", "x-program-deadline-ms"
+_NAMES = {*_TARGETS, _PROGRAM, DEADLINE_HEADER}
+MAX_MS = 1_000_000_000
+"""Longest time that a header, or a program, has: 11 days."""
 _NUMBER = re.compile(r"[0-9]{1,10}(\.[0-9]{1,9})?")
 
 Headers = Sequence[tuple[str, str]]
@@ -71,10 +72,11 @@ def header_program(headers: Headers) -> Program | None:
     """The program that headers name, with its deadline; None if they name none. Raises
     InvalidRequest, which names the header."""
     given = _once(headers)
-    deadline = _seconds(_DEADLINE, given[_DEADLINE]) if _DEADLINE in given else None
+    time = given.get(DEADLINE_HEADER)
+    deadline = None if time is None else _seconds(DEADLINE_HEADER, time)
     if _PROGRAM not in given:
         if deadline is not None:
-            raise InvalidRequest(_DEADLINE, f"is of a program: {_PROGRAM} has to name it")
+            raise InvalidRequest(DEADLINE_HEADER, f"is of a program: {_PROGRAM} has to name it")
         return None
     try:
         return Program(given[_PROGRAM], deadline)
@@ -94,8 +96,8 @@ def _once(headers: Headers) -> dict[str, str]:
 
 def _seconds(name: str, value: str) -> float:
     """The time in a header. Raises InvalidRequest."""
-    if not (_NUMBER.fullmatch(value) and 0 < float(value) <= _MAX_MS):
-        limits = f"a number of milliseconds, above 0 and at most {_MAX_MS:,}"
+    if not (_NUMBER.fullmatch(value) and 0 < float(value) <= MAX_MS):
+        limits = f"a number of milliseconds, above 0 and at most {MAX_MS:,}"
         raise InvalidRequest(name, f"must be {limits}, got {value!r:.80}")
     return float(value) / 1000
 

@@ -28,6 +28,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.stats import EngineStats, Observer, RequestStats, StepStats
+from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.programs.verdict import OUTCOMES, ProgramEnd, ProgramVerdict
 from jaxserve.sched.request import NO_CLASS, Request, Tier
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
@@ -60,8 +61,11 @@ _SIZES = {  # by field of StepStats, RequestStats or ProgramVerdict: name, help 
     "output_tokens": ("request_generation_tokens", "Its output length.", _TOKENS),
     "took": ("program_seconds", "First call to the end of the last, of an ended program.", _LONG),
     "calls": ("program_calls", "Its calls.", _TOKENS),
-    "pause": ("program_pause_seconds", "Between a program's calls: tools and people.", _LONG),
 }
+_PAUSES = "program_pause_seconds", "Between a program's calls, by tool; of people without a name."
+MOST_TOOLS = 64
+"""Tools with pauses of their own, at most a quarter of them of one API key."""
+SEVERAL, OTHER = "several", "other"
 _OF_A_STEP = ("step_time", "device_time", "predicted_time", "host_time", "num_tokens")
 _SUMS = {  # over all steps, by name
     "prompt_tokens": "Prompt tokens computed, each counted once.",
@@ -101,6 +105,14 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @classmethod
+    def merged(cls, parts: Sequence[Histogram]) -> Histogram:
+        """The values of all of these, which have the same bounds."""
+        found = cls(parts[0]._bounds)
+        found._counts = [sum(counts) for counts in zip(*(p._counts for p in parts), strict=True)]
+        found._sum = sum(part._sum for part in parts)
+        return found
+
     def count(self) -> int:
         """Values observed so far."""
         return sum(self._counts)
@@ -133,6 +145,8 @@ class EngineMetrics(Collector, Observer):
         self._accepted, self._rejected = Counter[str](), Counter[str]()
         self._given_up: defaultdict[tuple[str, str], int] = defaultdict(int)  # by class and tier
         self._programs = Counter[tuple[str, str, str]]()  # by class, ending and outcome
+        # By tenant and tool. People have no name, and no tenant.
+        self._pauses = {("", ""): Histogram(_LONG)}
 
     def on_step(self, stats: StepStats) -> None:
         """Counts a step's times, tokens and padding."""
@@ -180,9 +194,17 @@ class EngineMetrics(Collector, Observer):
         self._sizes["took"].observe(verdict.took)
         self._sizes["calls"].observe(verdict.calls)
 
-    def on_program_pause(self, seconds: float) -> None:
-        """seconds: between two calls of a program."""
-        self._sizes["pause"].observe(seconds)
+    def on_program_call(self, number: int, call: ProgramCall) -> None:
+        """Counts the pause before the call by its tool."""
+        if call.pause is None:
+            return
+        tool = SEVERAL if len(call.tools) > 1 else next(iter(call.tools), "")
+        of = (call.tenant, tool) if tool not in ("", SEVERAL) else ("", tool)
+        if of not in self._pauses:
+            mine = sum(tenant == of[0] for tenant, _ in self._pauses)
+            if len(self._pauses) >= MOST_TOOLS or (of[0] and mine >= MOST_TOOLS // 4):
+                of = "", OTHER
+        self._pauses.setdefault(of, Histogram(_LONG)).observe(call.pause)
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask the engine for a snapshot."""
@@ -357,6 +379,16 @@ class EngineMetrics(Collector, Observer):
         for of, (name, text, _) in _SIZES.items():
             values = {(): self._sizes[of].cumulative()}
             yield self._family(HistogramMetricFamily, name, text, values)
+        yield self._pauses_seen()
+
+    def _pauses_seen(self) -> Metric:
+        """Pauses by tool. A caller sees only the names of its own tools."""
+        reader, parts = READER.get(), dict[tuple[str], list[Histogram]]()
+        for (tenant, tool), histogram in list(self._pauses.items()):
+            hidden = tenant and reader is not None and tenant != reader.name and not reader.is_admin
+            parts.setdefault((OTHER if hidden else tool,), []).append(histogram)
+        values = {tool: Histogram.merged(of).cumulative() for tool, of in parts.items()}
+        return self._family(HistogramMetricFamily, *_PAUSES, values, "tool")
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._family(GaugeMetricFamily, name, text, {(): value})

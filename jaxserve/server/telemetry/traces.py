@@ -38,6 +38,10 @@ _OPERATIONS = {  # by method: its name in the conventions
     "http /v1/completions": "text_completion",
     "http /v1/chat/completions": "chat",
     "http /v1/responses": "chat",
+    "http /v1/messages": "chat",
+    "http /api/chat": "chat",
+    "http /api/generate": "text_completion",
+    "http /api/embed": "embeddings",
     "batch line": "text_completion",
 }
 

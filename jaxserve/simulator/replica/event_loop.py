@@ -158,6 +158,7 @@ def _scheduler(policy: Policy, setting: Setting, options: RunOptions) -> Simulat
         checked=bool(options.checked),
         prefix_caching=setting.prefix_caching,
         retention=make_retention(setting.retention),
+        groups=setting.groups,
         watch=options.watch,
     )
 

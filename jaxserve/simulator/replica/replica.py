@@ -370,7 +370,12 @@ class Replica:
         """Runs as many steps as are predictable at once; False if there are none."""
         table, rows = self.scheduler.table, last.rows
         pool, overlap = self.scheduler.pool, self._setting.overlap
-        if table.num_sampling or pool.shares or np.count_nonzero(pool.kind[rows] == HIDDEN):
+        if (
+            table.num_sampling
+            or pool.shares
+            or pool.groups
+            or np.count_nonzero(pool.kind[rows] == HIDDEN)
+        ):
             return False  # a run of steps does not count such caches
         if self._record_rows and np.ptp(table.tier[rows]):
             return False  # nor the cost of one tier for the other

@@ -74,10 +74,11 @@ class SimulatedScheduler(Scheduler):
         return GrowingTable(capacity)
 
     def _make_pool(self, num_blocks: int, block_size: int, capacity: int, width: int) -> BlockPool:
-        # Checking a plan needs ids, and so does prefix caching.
+        # Checking a plan needs ids, and so do prefix caching and groups of layers.
         counts = self.policy.counts_blocks and not self.checked and self.cache is None
-        kind = CountedPool if counts else BlockPool
-        return kind(num_blocks, block_size, capacity, width)
+        if counts and self.groups is None:
+            return CountedPool(num_blocks, block_size, capacity, width)
+        return super()._make_pool(num_blocks, block_size, capacity, width)
 
     def plan(self, *args: Any) -> BatchPlan:
         """See `Scheduler.plan`."""

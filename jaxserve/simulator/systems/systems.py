@@ -44,7 +44,9 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     request.
 
     In attention, a decode's K and V and a chunk's cached K and V are read at 94% of bandwidth, and
-    prefill attention takes 2 x heads x head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak. The
+    prefill attention takes 2 x heads x head_dim FLOPs a unit of c^2 + 2cm at 15.7% of peak. Latent
+    vectors are read absorbed, by all devices: a decode takes the longer of reading and arithmetic,
+    heads x (2 x head_dim + rank) multiply-adds a token, and prefill attention has as many. The
     kernels' biases and per-request terms are those of the Llama-2-7B preset. Several devices share
     all of that evenly. Cache moves are as in `moved_slot`; those to and from the host overlap the
     steps.
@@ -66,12 +68,14 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         hidden_read: How hidden caches are read, see `hidden_read_of` and `_hidden_terms`.
 
     Raises:
-        ValueError: The weights do not fit, or the model does not support the read.
+        ValueError: The weights do not fit, or the model does not support the read or the cache.
     """
+    if model.latent and model.cache != WIDE:
+        raise ValueError(f"{name or 'the model'}: latent vectors have 16 bits in the cache")
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
     room = device.memory * n * _MEMORY_FOR_USE - model.param_bytes
-    kv_tokens = int(room // (model.kv_bytes * model.layers))
+    kv_tokens = int(room // (model.kv_bytes_on(n) * model.layers))
     if kv_tokens < 1:
         raise ValueError(
             f"{name or 'the model'}: weights of {model.param_bytes / 1e9:.0f} GB do not fit into "
@@ -83,16 +87,19 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     # The output matrix, which is no layer's: bytes a step, and FLOPs a token.
     output = model.vocab * model.d_model / n / model.layers
     each = 2 * output / (figures.matmul * device.flops)
-    kv = model.kv_bytes / bandwidth
+    decode = kv = model.kv_bytes_on(n) / bandwidth
+    attention = model.heads * model.attended / (_ATTENTION_EFFICIENCY * flops)
+    if model.latent:
+        decode = max(kv, 2 * attention)
     read = hidden_read_of(model, hidden_read)
     hidden = _hidden_terms(model, read, flops, bandwidth) if read else {}
     coefficients = dataclasses.replace(
         base,
         per_token=token,
         token_bias=step + model.table_bytes * output / (figures.read * device.bandwidth),
-        decode_kv=kv,
+        decode_kv=decode,
         per_decode=base.per_decode + each,
-        prefill_quad=2 * model.heads * model.head_dim / (_ATTENTION_EFFICIENCY * flops),
+        prefill_quad=attention,
         per_prefill=base.per_prefill + each,
         prefill_m=kv,
         per_expert=figures.reading(work.expert, device),
@@ -149,8 +156,9 @@ def system(name: str, hidden_read: str = "auto") -> System:
 
     Args:
         name: A preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the path of a
-            profile. `MODEL:int4@DEVICE` has quantised weights, see `WEIGHT_BYTES`,
-            `MODEL:kv-int8@DEVICE` a quantised cache, see `CACHE_BYTES`; both may be.
+            profile. `MODEL:int4@DEVICE` has quantised weights, see `WEIGHT_BYTES`, without that
+            those of its checkpoint; `MODEL:kv-int8@DEVICE` has a quantised cache, see
+            `CACHE_BYTES`; both may be.
         hidden_read: How hidden caches are read, see `hidden_read_of`. Only for MODEL@DEVICE:
             presets have no hidden caches, and profiles those that they were measured with.
 
@@ -172,8 +180,9 @@ def system(name: str, hidden_read: str = "auto") -> System:
             one = DEVICES[device]
             many = dataclasses.replace(one, count=int(number))
             try:
+                shape = MODELS[model]
                 weights, cache = how
-                shape = dataclasses.replace(MODELS[model], weights=weights, cache=cache)
+                shape = dataclasses.replace(shape, weights=weights or shape.weights, cache=cache)
                 return scale(shape, many, name, hidden_read)
             except ValueError as error:
                 raise UnknownSystem(str(error)) from error
@@ -187,12 +196,13 @@ def system(name: str, hidden_read: str = "auto") -> System:
 
 
 def _stored(text: str) -> tuple[str, str] | None:
-    """How weights and cache are stored, of "int4:kv-int8"; None for what there is not."""
-    weights = cache = WIDE
+    """How weights and cache are stored, of "int4:kv-int8"; weights are "" if it does not say; None
+    for what there is not."""
+    weights, cache = "", WIDE
     for one in filter(None, text.split(":")):
         if one.startswith("kv-") and one[3:] in CACHE_BYTES and cache == WIDE:
             cache = one[3:]
-        elif one in WEIGHT_BYTES and weights == WIDE:
+        elif one in WEIGHT_BYTES and not weights:
             weights = one
         else:
             return None

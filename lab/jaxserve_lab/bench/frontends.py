@@ -61,10 +61,11 @@ def run(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     from jaxserve.engine.startup.build import build_engine  # imported late: jax takes seconds
     from jaxserve.server.http.options import http_settings
     from jaxserve.server.server import Server
+    from jaxserve.server.startup.launch import find_checkpoint
 
     queue = max(args.config.scheduler.max_queue, args.streams)
     config = args.config.with_fields(scheduler__max_queue=queue, server__http_port=0)
-    engine = build_engine(config, progress=sys.stderr.isatty())
+    engine = build_engine(find_checkpoint(config), progress=sys.stderr.isatty())
     engine.start()
     server = Server(engine, grace_s=0.0, http=http_settings(config))
     target = EngineTarget(engine)

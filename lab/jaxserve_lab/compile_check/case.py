@@ -18,12 +18,13 @@ from jaxserve.engine.startup.choices.pool_size import Demand, pool_blocks, pool_
 from jaxserve.models import sharding
 from jaxserve.models.base import Family, ModelConfig, ParamSpec, with_quantization, with_wide_head
 from jaxserve.models.fused import param_bytes
+from jaxserve.models.layer_groups import LayerGroups, layer_groups, pool_layers
 from jaxserve.models.lora import LoraSlots, adapter_bytes, adapter_specs
 from jaxserve.models.presets import preset, preset_names
 from jaxserve.models.quantized import BLOCKS, Quantization
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes, default_block_size, dtype_named
-from jaxserve.pallas_kernels.backends import KernelShape, get_backend
+from jaxserve.pallas_kernels.backends import KernelShape, get_backend, unsupported
 from jaxserve.pallas_kernels.batch import HIDDEN, KV
 from jaxserve.sched.cache.cache_kinds import why_no_hidden_caches
 from jaxserve_lab.compile_check.targets import Target
@@ -111,12 +112,17 @@ class CompileCase:
         return sharding.pool_kv_heads(self.config, self.shards)
 
     @property
+    def groups(self) -> LayerGroups | None:
+        """Which layers share block lists; None if all do."""
+        return groups_of(self.config)
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of the pool on each device, as the target lays it out."""
         config = self.config
         heads = self.pool_heads // self.shards
         size = self.sizes.block_size
-        shape = (config.num_layers, heads, size, config.head_dim)
+        shape = (pool_layers(config, self.groups), heads, size, config.head_dim)
         return self.blocks * block_bytes(*shape, self.cache_dtype, self.target.platform)
 
     @property
@@ -131,7 +137,15 @@ class CompileCase:
     def buckets(self) -> Buckets:
         """The engine's default buckets for these sizes, with tables for the longest request."""
         width = -(-self.config.max_position // self.sizes.block_size)
-        return make_buckets(self.sizes.max_rows, self.sizes.max_batch_tokens, width=width)
+        planes = 2 if self.groups is None else self.groups.planes
+        rows, tokens = self.sizes.max_rows, self.sizes.max_batch_tokens
+        return make_buckets(rows, tokens, width=width, planes=planes)
+
+
+def groups_of(config: ModelConfig) -> LayerGroups | None:
+    """The groups that the engine would choose for requests of full length."""
+    short = [window for window in config.windows if window and window < config.max_position]
+    return layer_groups(config) if short else None
 
 
 def model_shape(name: str) -> tuple[Family, ModelConfig]:
@@ -203,6 +217,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         max_rows=sizes.max_rows,
         max_model_len=config.max_position,
         max_batch_tokens=sizes.max_batch_tokens,
+        groups=groups_of(config),
     )
     room = pool_room(
         demand,
@@ -256,5 +271,6 @@ def _unsupported(
         sizes.block_size,
         sizes.cache_dtype,
         config.sinks,
+        config.halves,
     )
-    return get_backend(backend).supports(kind, shape)
+    return unsupported(get_backend(backend), kind, shape)

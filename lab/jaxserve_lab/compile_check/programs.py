@@ -22,6 +22,7 @@ from jaxserve.engine.device.sampling_state import Newest
 from jaxserve.engine.device.step_model import StepModel, why_not_deterministic
 from jaxserve.models import sharding
 from jaxserve.models.fused import fused_specs
+from jaxserve.models.layer_groups import pool_layers
 from jaxserve.models.lora import adapter_specs
 from jaxserve.pallas_kernels import (
     AttentionBatch,
@@ -82,7 +83,8 @@ def _array(case: CompileCase, shape: Sequence[int], dtype: Any, *axes: str | Non
 def _pool(case: CompileCase) -> Any:
     config = case.config
     size = case.sizes.block_size
-    shape = (config.num_layers, case.blocks, case.pool_heads, size, config.head_dim)
+    layers = pool_layers(config, case.groups)
+    shape = (layers, case.blocks, case.pool_heads, size, config.head_dim)
     return pool_of(shape, case.cache_dtype, _format(case))
 
 
@@ -123,7 +125,7 @@ def _model(case: CompileCase, *, hidden: bool) -> StepModel:
     read = default_hidden_read(rotary=case.config.rope is not None) if hidden else None
     length = case.config.max_position
     shared = (case.family, case.config, case.backend, mesh, read, length, case.dtype)
-    return StepModel(*shared, case.sizes.lora)
+    return StepModel(*shared, case.sizes.lora, case.groups)
 
 
 def _largest_step(case: CompileCase, **options: bool) -> jax.stages.Lowered:
@@ -156,9 +158,8 @@ def _draft_step(case: CompileCase) -> jax.stages.Lowered:
     """A step of one request with all possible drafts: the smallest of its kind, and the most unlike
     others."""
     size = case.buckets
-    layout = make_buckets(size.slots, size.tokens[-1], width=size.width, drafts=True).mixed(
-        MOST + 1
-    )
+    few = make_buckets(size.slots, size.tokens[-1], width=size.width, drafts=True)
+    layout = dataclasses.replace(few, planes=size.planes).mixed(MOST + 1)
     return _step(case, layout)
 
 
@@ -207,9 +208,9 @@ def _batch(case: CompileCase, layout: Layout) -> AttentionBatch:
     )
 
 
-def _heads(case: CompileCase, layout: Layout, heads: int) -> Any:
-    """[tokens, heads, head_dim]."""
-    shape = (layout.tokens, heads, case.config.head_dim)
+def _heads(case: CompileCase, layout: Layout, heads: int, width: int = 0) -> Any:
+    """[tokens, heads, width]. width: 0 for head_dim."""
+    shape = (layout.tokens, heads, width or case.config.head_dim)
     return _array(case, shape, case.dtype, "tokens", "heads", "head_dim")
 
 
@@ -254,9 +255,9 @@ def _options(case: CompileCase) -> dict[str, Any]:
 
 def _attention(case: CompileCase, *, decode: bool) -> jax.stages.Lowered:
     layout = _layout(case, decode=decode)
-    q = _heads(case, layout, case.config.num_heads)
+    q = _heads(case, layout, case.config.num_heads, case.config.query_dim)
     arrays = (q, _pool(case), _layer(case), _batch(case, layout))
-    options = {"decode_only": decode, **_options(case)}
+    options = {"decode_only": decode, "halves": case.config.halves, **_options(case)}
     if not case.config.sinks:
         return _lower(case, attend.paged_attention, *arrays, **options)
 

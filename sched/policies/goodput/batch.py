@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
 from jaxserve.sched.cost.batch_feature_sums import columns, longest
 from jaxserve.sched.cost.cost_model import BatchFeatures
@@ -78,7 +77,7 @@ class GoodputWork:
             there = np.where(starts, host.tokens[rows], 0)
             kinds = np.where(there > 0, host.kind[rows], kinds)
             start = np.where(there > 0, there, start)
-            loaded = slots_for(there, kinds)
+            loaded = host.slots_for(there, kinds)
         known = table.prompt_len[rows] + table.generated[rows]
         tokens = known - start
         decodes, hidden = (tokens == 1) & written, kinds == HIDDEN

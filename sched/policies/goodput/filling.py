@@ -6,8 +6,9 @@ import numpy as np
 
 from jaxserve.sched.cost.batch_feature_sums import prefix
 from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
-from jaxserve.sched.policies.goodput.feasibility import in_time, left_out
+from jaxserve.sched.policies.goodput.feasibility import in_time
 from jaxserve.sched.policies.goodput.pausing import AT_ANY_LOSS, FREE_OF_LOSS, Memory
+from jaxserve.sched.policies.goodput.prices import Prices
 from jaxserve.sched.policy import View
 
 NOT_AT_ALL = -1.0  # loss that paused requests may cause: no request is paused
@@ -22,9 +23,11 @@ points; always costs 0.6, since steps without them let caches be held for longer
 SPARE = 0.05
 """Share of the pool that stays free of the late and the paused. With none ten points are lost where
 prompts are very long."""
-LAST_CALL = 1.0
-"""Seconds before its longest gap from which a paused request is urgent. Without it 2 points fewer
-keep their longest gaps."""
+LAST_CALL = 0.5
+"""Part of its longest gap that is left when a paused request gets urgent, and freed memory is kept
+for it. Urgent a second before its end, and with nothing kept, 9 points fewer keep their longest
+gaps where prompts are very long (`bookcorpus` at saturation on Llama-3-70B)."""
+STEPS = 3.0  # steps before a first token: in flight, planned already, and its own
 PROMPTS = 0.1  # least share of a step for prompts: otherwise their cost would be unbounded
 MANY = 32  # requests for which it is checked first whether there is time for any
 MOST_LATE = 32  # most late and paused requests that a plan tries to start
@@ -39,9 +42,14 @@ class GoodputFilling:
         batch: The batch, empty at first.
         memory: Its memory.
         clock: When it begins, seconds.
-        headroom: Longest time to which late requests may extend it, seconds, so that the next
-        arrivals can be in time, unless the decodes alone take longer.
+        headroom: Longest time to which requests that can wait may extend it, seconds, so that the
+        next arrivals can be in time, unless the decodes alone take longer.
         first: bool [n], which requests come before all others.
+        prices: Which prompts are worth their time.
+
+    Attributes:
+        base: Seconds of the decodes alone.
+        patient: Seconds that requests that come first add.
     """
 
     def __init__(
@@ -53,11 +61,17 @@ class GoodputFilling:
         clock: float,
         headroom: float,
         first: np.ndarray,
+        prices: Prices,
     ) -> None:
         self._view, self._work, self._batch, self._memory = view, work, batch, memory
         self._headroom, self._first = headroom, first
+        self._dear = work.starts & ~work.paused
+        self._dear &= ~prices.affordable(work.rows, work.attains)
+        self._overdrawn = prices.overdrawn
+        self.base = self.patient = 0.0
         self._slack = work.due - clock
-        self._last_call = work.gap_due - clock
+        self._last_call = work.gap_due - clock  # seconds that paused ones can wait; inf for others
+        self._last_call[~work.paused | (self._last_call > LAST_CALL * work.longest)] = np.inf
         self._seq = view.table.seq[work.rows]
         self._limit = np.inf  # longest time of the batch, seconds
         self._starved = False  # whether a start has found no memory
@@ -74,13 +88,21 @@ class GoodputFilling:
         patient, others = others[early], others[~early]
         chosen, decodes, limit = self._choose(others, decodes)
         self._take(decodes)
-        base = self._batch.seconds
+        base = self.base = self._batch.seconds
         self._limit = min(limit, self._least_slack(decodes, base))
         if len(patient):
             patient = patient[np.argsort(self._seq[patient])]
-            self._add_all(patient, AT_ANY_LOSS)
-            self._make_time(patient[starved[patient]])
-        self._add_all(others[chosen], FREE_OF_LOSS)
+            worn = starved[patient]
+            self._add_all(patient[worn], AT_ANY_LOSS)
+            self._add_all(patient[~worn], FREE_OF_LOSS)
+            self._make_time(patient[worn])
+            self.patient = self._batch.seconds - base
+        some = others[chosen]
+        can_wait = (self._slack[some] > STEPS * self._headroom) & (base < self._headroom)
+        self._add_all(some[~can_wait], FREE_OF_LOSS)
+        if can_wait.any():
+            self._limit = min(self._limit, self._headroom)
+            self._add_all(some[can_wait], FREE_OF_LOSS)
         rest = np.ones(len(others), bool)
         rest[chosen] = False
         if not len(decodes):
@@ -88,6 +110,8 @@ class GoodputFilling:
         if base < self._headroom:
             self._limit = min(self._limit, self._headroom)
         self._add_all(hopeless, NOT_AT_ALL)
+        if self._overdrawn:
+            rest &= ~self._dear[others]
         self._fill_up(others[rest])
         if not self._batch.parts:
             self._do_something()
@@ -117,7 +141,7 @@ class GoodputFilling:
         the waiting ones, seconds."""
         work, view = self._work, self._view
         slack, last_call = self._slack[others], self._last_call[others]
-        slack = np.where((slack <= 0) & (last_call < LAST_CALL), last_call, slack)
+        slack = np.where((slack <= 0) & (last_call < np.inf), last_call, slack)
         some = np.flatnonzero((slack > 0) & (slack < np.inf) & (work.attains[others] > 0))
         if not len(some):
             return some, decodes, np.inf
@@ -140,9 +164,9 @@ class GoodputFilling:
     def _in_time(
         self, jobs: np.ndarray, slack: np.ndarray, batch: GoodputBatch, decodes: np.ndarray
     ) -> np.ndarray:
-        """Which jobs come first beside these decodes, so that most are in time. A job costs what it
-        adds to the batch, and its share of further steps if the decodes limit their length. If not
-        all can be in time, the most urgent are left out if they keep steps short."""
+        """Which jobs come first beside these decodes, so that most are in time, of those that are
+        worth their time. A job costs what it adds to the batch, and its share of further steps if
+        the decodes limit their length."""
         base, end = batch.seconds, batch.with_each(jobs)
         dearest = int(np.argmax(end))
         cost = np.maximum(batch.with_each(jobs, jobs[dearest : dearest + 1]) - end[dearest], 1e-9)
@@ -151,13 +175,10 @@ class GoodputFilling:
         if limit < np.inf:
             cost = cost * (limit / max(limit - base, PROMPTS * limit))
         able = np.flatnonzero(end <= slack)
-        chosen, contested = in_time(slack[able], cost[able], self._work.attains[jobs[able]], begin)
-        chosen = able[chosen]
-        if contested > 1 and self._memory.slots > 0:  # otherwise time is not what is short
-            some = chosen[:contested]
-            worth = self._work.attains[jobs[some]]
-            chosen = chosen[left_out(slack[some], batch.times(jobs[some]), worth, begin, limit) :]
-        return chosen
+        worthy = able[~self._dear[jobs[able]]]
+        if len(worthy) or self._overdrawn:  # otherwise the time would be for nobody
+            able = worthy
+        return able[in_time(slack[able], cost[able], self._work.attains[jobs[able]], begin)]
 
     def _roomy(self, decodes: int) -> bool:
         pool, rows = self._view.pool, self._view.limits.max_rows
@@ -218,6 +239,8 @@ class GoodputFilling:
                 able = (new <= left) & (starts <= memory.slots)
                 if work.paused[one] and 0 <= most < AT_ANY_LOSS:  # others may pause
                     able = np.logical_or.accumulate(able | ~work.paused[some])
+                if most >= 0 and self._last_call[one] < np.inf and work.attains[one] > 0:
+                    able &= ~starts  # what comes free is kept for this one
                 some, times = some[able], None
             else:
                 if part < work.tokens[one]:

@@ -19,18 +19,18 @@ from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.plan import BatchPlan, Operation, Restore
 from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.fairness import Patience
-from jaxserve.sched.policies.goodput.filling import GoodputFilling
+from jaxserve.sched.policies.goodput.filling import STEPS, GoodputFilling
 from jaxserve.sched.policies.goodput.giving_up import given_up, late_starts
 from jaxserve.sched.policies.goodput.outlook import (
     Deadlines,
     Lengths,
     Outlook,
     Standard,
-    Targets,
     jobs_due,
-    leading,
 )
-from jaxserve.sched.policies.goodput.pausing import Memory
+from jaxserve.sched.policies.goodput.pausing import Memory, Returns
+from jaxserve.sched.policies.goodput.prices import Prices
+from jaxserve.sched.policies.goodput.programs import Programs
 from jaxserve.sched.policies.goodput.tenants import Tenants
 from jaxserve.sched.policy import Policy, View
 from jaxserve.sched.registry import register
@@ -38,7 +38,6 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.state.request_table import MISSED, RUNNING, WAITING
 
 LOOK = 128  # waiting requests that a plan considers: this many due next, and the oldest
-STEPS = 3.0  # steps before a first token: in flight, planned already, and its own
 PACE = 0.1  # weight of the last step in the moving average
 _FAR = 1e12  # seconds: sorts behind all that are not late
 
@@ -78,8 +77,11 @@ class Goodput(Policy):
     swaps: bool = True
     _lengths: Lengths = field(init=False, repr=False, compare=False)
     _patience: Patience = field(init=False, repr=False, compare=False)
+    _prices: Prices = field(init=False, repr=False, compare=False)
     _tenants: Tenants = field(init=False, repr=False, compare=False)
+    _programs: Programs = field(init=False, repr=False, compare=False)
     _pace: _Pace = field(init=False, repr=False, compare=False)
+    _returns: Returns = field(init=False, repr=False, compare=False)
     full_prefill = True
     hybrid_cache = True
     moves_cache = True
@@ -94,8 +96,11 @@ class Goodput(Policy):
                 raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         object.__setattr__(self, "_lengths", Lengths())
         object.__setattr__(self, "_patience", Patience(self.patience, self.share))
+        object.__setattr__(self, "_prices", Prices())
         object.__setattr__(self, "_tenants", Tenants(self.patience))
         object.__setattr__(self, "_pace", _Pace())
+        object.__setattr__(self, "_returns", Returns())
+        object.__setattr__(self, "_programs", Programs())
 
     def plan(self, view: View, now: float) -> BatchPlan:
         """Decodes, prompts that will be in time, and the others."""
@@ -104,43 +109,42 @@ class Goodput(Policy):
         self._lengths.read(view)
         rows = np.concatenate([running, waiting]) if len(waiting) else running
         kept, pace = self._patience.read(view, rows, clock), self._pace.seconds
+        worth = self._worth(view, waiting)
+        self._prices.read(view, waiting, worth, clock)
+        pausing = self._programs.pausing(view, running, waiting, clock, pace) & ~kept[waiting]
+        if pausing.any():
+            waiting, worth = waiting[~pausing], worth[~pausing]
+            rows = np.concatenate([running, waiting])
         if len(waiting) > 2 * LOOK:
-            looked_at = _looked_at(view, waiting, kept, clock, standard)
+            dear = ~self._prices.affordable(waiting, worth)
+            looked_at = _looked_at(view, waiting, kept, dear, clock, standard, pace)
             rows = np.concatenate([running, looked_at])
-        targets = standard.targets_of(view, rows)
-        deadlines, headroom = Deadlines.of_rows(view, rows, targets, clock), _headroom(targets[0])
-        if self._none_starts(view, rows, targets, deadlines, kept, clock):
-            some = len(running)
-            ours = leading(targets, some)
-            calm = self._calm(view, rows[:some], ours, deadlines.leading(some), headroom, clock)
+        deadlines = Deadlines.of_rows(view, rows, standard, clock)
+        headroom = _headroom(deadlines)
+        if self._none_starts(view, rows, deadlines, kept, clock):
+            ours = deadlines.leading(len(running))
+            calm = self._calm(view, rows[: len(running)], ours, headroom, clock)
             if calm is not None:
                 return calm
-        worth = self._tenants.worth(table.tenant[rows], table.weight[rows])
         outlook = Outlook.of_rows(
-            view, rows, targets, deadlines, worth * table.value[rows], clock, self._lengths, pace
+            view, rows, deadlines, self._worth(view, rows), clock, self._lengths, pace
         )
         kind = _kind_of_starts(view, running, self.hidden_above)
         work, first = GoodputWork.of_rows(view, rows, outlook, kind), kept[rows]
         batch = GoodputBatch(view, work)
-        memory = Memory(view, work, batch, first, pace, swaps=self.swaps)
-        filling = GoodputFilling(view, work, batch, memory, clock, headroom, first)
-        filling.fill(self._patience.starved(rows, clock))
+        self._returns.read(view, clock)
+        memory = Memory(view, work, batch, first, pace, self._returns, swaps=self.swaps)
+        filling = GoodputFilling(*(view, work, batch, memory, clock, headroom, first, self._prices))
+        filling.fill(self._patience.starved(view, rows, clock))
+        self._note(view, filling, work, batch, memory, clock)
         done = batch.chosen()
-        rows = work.rows[done]
-        writes = work.start[done] + work.tokens[done] == work.reserve[done]
-        self._patience.note_batch(rows, writes, clock)
-        self._patience.note_paused(memory.preempted)
-        first = writes & (table.generated[rows] == 0) & (work.attains[done] > 0)
-        self._tenants.note(table.tenant[rows[first]], clock)
-        if len(done):
-            self._pace.note(batch.seconds)
         operations: tuple[Operation, ...] = memory.operations()
-        back = rows[work.loaded[done] > 0]
+        back = work.rows[done[work.loaded[done] > 0]]
         if len(back):
             operations = (*operations, Restore(back, np.zeros_like(back)))
-        lost = given_up(view, waiting, work, rows, clock)
+        lost = given_up(view, table.in_state(WAITING), work, work.rows[done], clock)
         return BatchPlan(
-            rows=rows,
+            rows=work.rows[done],
             num_tokens=work.tokens[done],
             reserve=work.reserve[done],
             kinds=work.kinds[done],
@@ -149,14 +153,48 @@ class Goodput(Policy):
             relegated=lost[1],
         )
 
-    def _none_starts(
+    def _worth(self, view: View, rows: np.ndarray) -> np.ndarray:
+        """What it is worth that each request is in time, float64 [n]. A program is worth as much as
+        a request, so that each of the calls that are left to it has a part."""
+        table = view.table
+        worth = self._tenants.worth(table.tenant[rows], table.weight[rows]) * table.value[rows]
+        whole = table.program_deadline[rows] < np.inf
+        if not whole.any():
+            return worth
+        return np.where(whole, worth / (1.0 + table.calls_after[rows]), worth)
+
+    def _note(
         self,
         view: View,
-        rows: np.ndarray,
-        targets: Targets,
-        deadlines: Deadlines,
-        kept: np.ndarray,
+        filling: GoodputFilling,
+        work: GoodputWork,
+        batch: GoodputBatch,
+        memory: Memory,
         clock: float,
+    ) -> None:
+        """Remembers what a plan does.
+
+        Args:
+            view: What the policy sees.
+            filling, work, batch, memory: The plan.
+            clock: When its step begins, seconds.
+        """
+        done = batch.chosen()
+        rows, table = work.rows[done], view.table
+        writes = work.start[done] + work.tokens[done] == work.reserve[done]
+        self._prices.spend(batch.seconds - filling.base)
+        self._patience.spend(filling.patient)
+        self._patience.note_batch(rows, writes, clock)
+        self._patience.note_paused(memory.preempted)
+        paused = memory.out & (work.attains > 0) & (work.longest < np.inf)
+        self._returns.note(view, work.rows[paused], work.gap_due[paused])
+        first = writes & (table.generated[rows] == 0) & (work.attains[done] > 0)
+        self._tenants.note(table.tenant[rows[first]], clock)
+        if len(done):
+            self._pace.note(batch.seconds)
+
+    def _none_starts(
+        self, view: View, rows: np.ndarray, deadlines: Deadlines, kept: np.ndarray, clock: float
     ) -> bool:
         """Whether it is plain that no request starts, and that none of those that wait is given up:
         none waits, or all rows are taken and nobody is paused.
@@ -164,7 +202,7 @@ class Goodput(Policy):
         Args:
             view: What the policy sees.
             rows: Those that run, then those that wait.
-            targets, deadlines: Of these rows.
+            deadlines: Of these rows.
             kept: By row, which come first.
             clock: When the step begins, seconds.
         """
@@ -179,12 +217,11 @@ class Goodput(Policy):
             return False
         if len(late_starts(view, waiting, clock)):
             return False
-        if (np.minimum(deadlines.due, targets[2])[some:] == np.inf).all():
+        if (np.minimum(deadlines.due, deadlines.jct)[some:] == np.inf).all():
             return True  # others are paused for requests with a deadline alone
         outlook = Outlook.of_rows(
             view,
             rows[:some],
-            leading(targets, some),
             deadlines.leading(some),
             np.ones(some),
             clock,
@@ -194,13 +231,7 @@ class Goodput(Policy):
         return bool((outlook.loss > 0).all())
 
     def _calm(
-        self,
-        view: View,
-        rows: np.ndarray,
-        targets: Targets,
-        deadlines: Deadlines,
-        headroom: float,
-        clock: float,
+        self, view: View, rows: np.ndarray, deadlines: Deadlines, headroom: float, clock: float
     ) -> BatchPlan | None:
         """The plan if there is nothing to decide: no request starts, and all others decode, find
         blocks, and either can attain their targets or keep no other request from doing so. Most
@@ -209,7 +240,7 @@ class Goodput(Policy):
         Args:
             view: What the policy sees.
             rows: Those that run.
-            targets, deadlines: Of these rows.
+            deadlines: Of these rows.
             headroom: See `GoodputFilling`.
             clock: When the step begins, seconds.
 
@@ -219,8 +250,7 @@ class Goodput(Policy):
         table, pool, count = view.table, view.pool, len(rows)
         if not count or count > view.limits.max_batch_tokens:
             return None
-        missed = deadlines.missed
-        lost = rows[missed]
+        missed, lost = deadlines.missed, rows[deadlines.missed]
         if len(lost) and (table.has_targets(lost) & (table.outlook[lost] < MISSED)).any():
             return None  # its client has to be told
         known = table.prompt_len[rows] + table.generated[rows]
@@ -233,8 +263,8 @@ class Goodput(Policy):
         read, hidden = int(known.sum()), int(known[kinds == HIDDEN].sum())
         batch = BatchFeatures(count, count, read - hidden, count, 0, 0, 0, hidden_tokens=hidden)
         seconds = float(view.step_time(batch))
-        if len(lost):
-            due = np.minimum(deadlines.due, jobs_due(view, rows, targets[2], self._pace.seconds))
+        if missed.any():
+            due = np.minimum(deadlines.due, jobs_due(view, rows, deadlines.jct, self._pace.seconds))
             slack = (due[~missed] - clock).min(initial=np.inf) / view.device.overrun
             if seconds > min(slack, headroom):
                 return None
@@ -256,18 +286,27 @@ class Goodput(Policy):
 
 
 def _looked_at(
-    view: View, waiting: np.ndarray, kept: np.ndarray, clock: float, standard: Standard
+    view: View,
+    waiting: np.ndarray,
+    kept: np.ndarray,
+    dear: np.ndarray,
+    clock: float,
+    standard: Standard,
+    pace: float,
 ) -> np.ndarray:
     """The waiting requests that a plan considers, in order of arrival: those that come first, the
-    oldest, and those due next, paused ones by their longest gap."""
+    oldest, and those due next of those worth their time, paused ones by their longest gap."""
     table = view.table
     ttft, _, jct, longest = standard.targets_of(view, waiting)
-    due = table.arrival[waiting] + np.minimum(ttft, jct)
+    due = table.arrival[waiting] + ttft
+    jobs = (jct < np.inf).nonzero()[0]
+    if len(jobs):
+        due[jobs] = np.minimum(due[jobs], jobs_due(view, waiting[jobs], jct[jobs], pace))
     paused = table.generated[waiting] > 0
     if paused.any():
         gap_due = np.minimum(table.last_token[waiting] + longest, table.arrival[waiting] + jct)
         due = np.where(paused, gap_due, due)
-    due[due < clock] = np.inf
+    due[(due < clock) | (dear & ~paused)] = np.inf
     look = kept[waiting]
     look[:LOOK] = True
     look[np.argpartition(due, LOOK)[:LOOK]] = True
@@ -293,10 +332,13 @@ def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
     return HIDDEN if pool.num_used + growth > above * pool.num_blocks else KV
 
 
-def _headroom(ttft: np.ndarray) -> float:
+def _headroom(deadlines: Deadlines) -> float:
     """How long a step may be, in seconds, so that requests that come during it can have a first
-    token in time, by the median of these targets; inf without any."""
-    ttft = ttft[ttft < np.inf]
+    token in time, by the median TTFT of those that can attain their targets, or of all if none can;
+    inf without any."""
+    asked = deadlines.ttft < np.inf
+    hopeful = asked & ~deadlines.missed
+    ttft = deadlines.ttft[hopeful if hopeful.any() else asked]
     half = len(ttft) // 2  # `np.median` is much slower
     if not half:
         return float(ttft[0]) / STEPS if len(ttft) else np.inf

@@ -55,14 +55,15 @@ class Lengths:
         share = longer(tokens - 1.0) / np.maximum(longer(generated), 1e-9)
         return np.where(there, 1.0, np.where(tokens > most, 0.0, np.minimum(share, 1.0)))
 
+    def ends(self, view: View, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """Probability that outputs end within so many further tokens, float64 [n]. rows: int64 [n].
+        room: float64 [n]."""
+        table = view.table
+        longer = table.generated[rows] + room.astype(np.int64) + 1
+        return 1.0 - self.reach(table.generated[rows], longer, table.max_tokens[rows])
+
 
 Targets = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-def leading(targets: Targets, count: int) -> Targets:
-    """The targets of the first so many of the requests."""
-    ttft, tbt, jct, longest = targets
-    return ttft[:count], tbt[:count], jct[:count], longest[:count]
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,11 @@ class Standard:
 
 @dataclass(frozen=True)
 class Deadlines:
-    """When the next tokens of n requests have to arrive; arrays [n].
+    """The targets of n requests, and when their next tokens have to arrive; arrays [n].
 
     Attributes:
+        ttft, tbt, jct, longest: float64, targets in seconds, the last one for the longest gap; inf
+        for none.
         due: float64, seconds; inf if it does not matter.
         gap_due: float64, latest arrival even if it is late: the longest allowed gap; inf before the
         first token.
@@ -110,6 +113,10 @@ class Deadlines:
         missed: bool, whether its targets cannot be attained, however long its output gets.
     """
 
+    ttft: np.ndarray
+    tbt: np.ndarray
+    jct: np.ndarray
+    longest: np.ndarray
     due: np.ndarray
     gap_due: np.ndarray
     first: np.ndarray
@@ -118,19 +125,19 @@ class Deadlines:
     missed: np.ndarray
 
     @classmethod
-    def of_rows(cls, view: View, rows: np.ndarray, targets: Targets, clock: float) -> Deadlines:
+    def of_rows(cls, view: View, rows: np.ndarray, standard: Standard, clock: float) -> Deadlines:
         """Reads the table.
 
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            targets: From `Standard.targets_of`.
+            standard: Targets of requests without their own.
             clock: When the planned step begins, seconds. A token of the step in flight counts as
                 received then.
         """
         table = view.table
         generated, arrival = table.generated[rows], table.arrival[rows]
-        ttft, tbt, jct, longest = targets
+        ttft, tbt, jct, longest = targets = standard.targets_of(view, rows)
         first, flying = generated == 0, generated > table.received[rows]
         last = np.where(flying, clock, table.last_token[rows])
         first_due = arrival + ttft
@@ -143,7 +150,7 @@ class Deadlines:
         late = table.late_gaps[rows] + waits
         if late.any():  # an output of any length may have none
             missed |= (_shortest(late) > table.max_tokens[rows]) & (tbt < np.inf) & ~first
-        return cls(due, gap_due, first, waits, late, missed)
+        return cls(*targets, due, gap_due, first, waits, late, missed)
 
     def leading(self, count: int) -> Deadlines:
         """The deadlines of the first so many of the requests."""
@@ -200,7 +207,6 @@ class Outlook:
         cls,
         view: View,
         rows: np.ndarray,
-        targets: Targets,
         deadlines: Deadlines,
         worth: np.ndarray,
         clock: float,
@@ -212,7 +218,6 @@ class Outlook:
         Args:
             view: What the policy sees.
             rows: int64 [n].
-            targets: From `Standard.targets_of`.
             deadlines: Deadlines of these rows.
             worth: float64 [n], value of attaining each request's targets, more than 0.
             clock: When the planned step begins, seconds.
@@ -220,7 +225,8 @@ class Outlook:
             pace: Recent seconds of a step.
         """
         table, due, missed = view.table, deadlines.due, deadlines.missed
-        ttft, tbt, jct, longest = targets
+        ttft, tbt = deadlines.ttft, deadlines.tbt
+        jct, longest = deadlines.jct, deadlines.longest
         bare = np.isinf(np.minimum(np.minimum(ttft, tbt), np.minimum(jct, longest)))
         going, paced = ~(missed | deadlines.first), tbt < np.inf
         attains = (~missed).astype(np.float64)
@@ -239,6 +245,10 @@ class Outlook:
         jobs = (jct < np.inf).nonzero()[0]
         if len(jobs):
             due[jobs] = np.minimum(due[jobs], jobs_due(view, rows[jobs], jct[jobs], pace))
+            left = np.maximum(view.table.arrival[rows[jobs]] + jct[jobs] - clock, 0.0)
+            if pace > 0:
+                ends = lengths.ends(view, rows[jobs], left / pace)
+                attains[jobs], loss[jobs] = attains[jobs] * ends, loss[jobs] * ends
             tight = due[jobs] - clock < PAUSE
             loss[jobs] = np.where(tight, np.maximum(loss[jobs], attains[jobs]), loss[jobs])
         return cls(due, deadlines.gap_due, longest, attains * worth, loss * worth, missed, bare)

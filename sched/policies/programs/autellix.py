@@ -15,7 +15,6 @@ prefix cache, or go to host memory, as far as there is room; the paper moves the
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +25,7 @@ from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 from jaxserve.sched.row_columns import grow_columns
 from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.unified.feedback_queues import check_queues
 from jaxserve.sched.unified.policy_spec import Columns, where
 from jaxserve.sched.unified.ranking import Ranking, rank
 from jaxserve.sched.unified.unified_policy import Group, Phase, UnifiedPolicy
@@ -97,14 +97,7 @@ class Autellix(UnifiedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.queues <= MOST_QUEUES:
-            raise ValueError(f"queues must be 1 to {MOST_QUEUES}, got {self.queues}")
-        for name, least in (("quantum", 0.0), ("ratio", 1.0), ("patience", 0.0)):
-            if not getattr(self, name) > least:
-                raise ValueError(f"{name} must be more than {least:g}, got {getattr(self, name)}")
-        bits = math.log(self.quantum) + (self.queues - 1) * math.log(self.ratio)
-        if bits > math.log(sys.float_info.max):
-            raise ValueError(f"quantum x ratio^{self.queues - 1} is not a finite number")
+        check_queues(MOST_QUEUES, self.queues, self.quantum, self.ratio, self.patience)
 
     def ranking(self, view: View, now: float) -> Ranking:
         """By queue, the first one first, then by arrival."""

@@ -36,6 +36,7 @@ class Continuum(UnifiedPolicy):
     groups: tuple[Group, ...] = field(default=DECODE_FIRST)
     mixed_batches: bool = True
     chunked: bool = True
+    keeps_programs = True
 
     def ranking(self, view: View, now: float) -> Ranking:
         """Preempted calls, then kept ones, then the others, by the start of their programs. Among

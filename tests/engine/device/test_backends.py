@@ -27,9 +27,10 @@ GPT_OSS |= {
     "num_experts_per_tok": 2,
     "rope_scaling": {"rope_type": "default"},
 }
-# Heads of V have half the elements of those of K, of which some are not rotated.
+# Heads of V have half the elements of those of K, of which some are not rotated. Half a latent
+# vector and half of its rotated part fill a head.
 DEEPSEEK = {**SHAPES["deepseek"], "num_hidden_layers": 1, "first_k_dense_replace": 0}
-DEEPSEEK |= {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32}
+DEEPSEEK |= {"qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 112}
 PROMPTS = [[5, 9, 4], [7] * 9 + [3] * 9]  # one in a block, one in two and in three chunks
 SMALL = {
     "cache__block_size": 16,

@@ -10,6 +10,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.stats import Observer
+from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.programs.verdict import ProgramEnd, ProgramVerdict
 from jaxserve.sched.request import Program
 from tests.engine.harness import SCARCE, TIMEOUT, engine, generate, prompts, send, wait_until_idle
@@ -23,15 +24,16 @@ class Watch(Observer):
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.verdicts: list[ProgramVerdict] = []
-        self.pauses: list[float] = []
+        self.pauses: list[ProgramCall] = []
 
     def on_program(self, verdict: ProgramVerdict) -> None:
         with self.changed:
             self.verdicts.append(verdict)
             self.changed.notify_all()
 
-    def on_program_pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
+    def on_program_call(self, number: int, call: ProgramCall) -> None:
+        if call.pause is not None:
+            self.pauses.append(call)
 
     def wait(self, count: int) -> list[ProgramVerdict]:
         with self.changed:
@@ -120,7 +122,8 @@ def test_tools_of_an_answer_lead_to_its_program(on: Engine, watch: Watch) -> Non
     on.note_tools(name, {"call_1": "search"})
     send(on, [1, 2, 3], continues=(("tool", "call_1"),), **SHORT)[1].wait()
     assert watch.wait(1)[0].calls == 2
-    assert len(watch.pauses) == 1
+    (call,) = watch.pauses
+    assert call.tools == ("search",) and not call.named
 
 
 def test_continuations_are_one_call(on: Engine, watch: Watch) -> None:

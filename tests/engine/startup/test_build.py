@@ -270,7 +270,7 @@ def test_a_profile_is_of_such_an_engine(
         engine_choices.choose(config)
 
 
-def test_what_windows_keep_is_said(
+def test_what_windows_give_back_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mixed = {"model_type": "gemma2", "sliding_window": 16, "head_dim": 8}
@@ -281,8 +281,27 @@ def test_what_windows_keep_is_said(
         fields = {"cache__num_blocks": 100, "engine__max_model_len": longest}
         with caplog.at_level(logging.INFO):
             engine_choices.choose(config_of(path, **fields))
-        text = "1 of 2 layers have a window; .* 64 tokens K and V of up to 48 a layer, .* 38%"
+        text = "1 of 2 layers have a window, and give .* back: a request of 64 tokens keeps 62%"
         assert bool(re.search(text, caplog.text)) == said
+
+
+@pytest.mark.parametrize(
+    ("policy", "retention", "warns"),
+    [("continuum", "lru", True), ("continuum", "ttl", False), ("program_fcfs", "lru", False)],
+)
+def test_continuum_without_its_retention_warns(
+    shapes: dict[str, Path],
+    caplog: pytest.LogCaptureFixture,
+    policy: str,
+    retention: str,
+    warns: bool,
+) -> None:
+    fields = {"cache__num_blocks": 100, "cache__prefix_caching": True}
+    fields |= {"scheduler__policy": policy, "cache__retention": retention}
+    engine_choices.choose(config_of(shapes["opt"], **fields))
+    said = [one.message for one in caplog.records if "retention" in one.message]
+    text = "scheduler.policy=continuum keeps no caches while tools run: that takes "
+    assert said == [text + "cache.retention=ttl"] * warns
 
 
 def test_sampling_that_the_checkpoint_gives_may_be_left_out(tmp_path: Path) -> None:

@@ -44,13 +44,14 @@ def test_stop_strings_are_found_however_the_text_is_cut(
         assert not held or any(len(s) > len(held) and s.startswith(held) for s in stops)
     text, before = "".join(pieces), len("".join(pieces[:unarmed]))
     expected = cut(text, stops, before)
-    assert found == (expected is not None)
+    assert found == (expected is not None) == bool(matcher.found)
     if expected is None:
         assert shown + matcher.flush() == text
         assert matcher.flush() == ""
     else:
         # A match may have begun while unarmed, but what is shown is never taken back.
         assert shown == expected
+        assert matcher.found in stops and text.startswith(shown + matcher.found)
         assert len(stops) > 1 or unarmed or shown == text[: text.find(stops[0])]
 
 

@@ -166,6 +166,26 @@ def test_company_and_chunks(dtype: str, head_dim: int) -> None:
         np.testing.assert_array_equal(small.all([5, 100, 45], beside=40), alone)
 
 
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 24), ("bfloat16", 40)])
+def test_latent_vectors(dtype: str, head_dim: int) -> None:
+    """All heads of a token at once, or few of them, where a row alone is cut by its heads."""
+    whole = numbers(1, TOKENS, 2 * HEADS, 2 * head_dim)
+
+    def made(seed: int) -> Request:
+        vectors = numbers(seed, TOKENS, 2, 1, head_dim)
+        return Request(whole * seed, vectors[:, 0], vectors[:, 1])
+
+    first, *others = (made(seed) for seed in range(1, 5))
+    for options in ({}, {"sliding_window": 37}):
+        given: dict[str, Any] = {"halves": head_dim - 5, **options}
+        alone = Steps([first], dtype, **given).all([TOKENS])
+        one_by_one = Steps([first], dtype, **given).all([1] * 20 + [64, 1, 65])
+        np.testing.assert_array_equal(one_by_one, alone)
+        mirrored = dataclasses.replace(first, direction=RIGHT)
+        company = Steps([mirrored, *others], dtype, block_size=8, **given)
+        np.testing.assert_array_equal(company.all([90, 9, 1, 50], beside=30), alone)
+
+
 @pytest.mark.parametrize("window", [None, 37])
 def test_tokens_that_see_those_behind_them(window: int | None) -> None:
     masks = {"sliding_window": window} if window else {}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.models.quantized import dequantize, parse_quantization, quantized_grouped_dot
-from jaxserve.pallas_kernels import grouped_matmul, quantized_grouped_matmul
+from jaxserve.pallas_kernels import grouped_matmul, head_matmul, quantized_grouped_matmul
 from jaxserve.pallas_kernels.cpu import dots
 from jaxserve.pallas_kernels.gpu_triton import by_group
 from jaxserve.weights.quantize import quantize
@@ -149,3 +149,20 @@ def test_tiles_have_each_row_once(sizes, behind, rows):
 def enumerate_rows(sizes):
     """(group, row) of all rows that have a group."""
     return ((int(group), row) for row, group in enumerate(np.repeat(np.arange(len(sizes)), sizes)))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (6, 5)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_head_has_its_own_weights(dtype, inputs, outputs, transposed):
+    """Of sizes with a kernel and without; a token has the same bits alone and beside others."""
+    rng = np.random.default_rng(inputs)
+    x = jnp.asarray(rng.normal(size=(11, 3, inputs)), jnp.float32)
+    weights = jnp.asarray(rng.normal(size=(3, inputs, outputs)), dtype)
+    stored = jnp.swapaxes(weights, 1, 2) if transposed else weights
+    product = jax.jit(lambda *given: head_matmul(*given, transposed=transposed))
+    got = product(x, stored)
+    rounded = (np.asarray(a).astype(np.float64) for a in (x.astype(dtype), weights))
+    np.testing.assert_allclose(got, np.einsum("thi,hio->tho", *rounded), atol=1e-4)
+    for first, end in ((0, 1), (3, 11)):
+        np.testing.assert_array_equal(product(x[first:end], stored), got[first:end])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.block_sizes import PLANES
 from jaxserve.sched.cache.cache_kinds import RIGHT
 from jaxserve.sched.cache.kv_offload import Segment
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
@@ -40,7 +41,7 @@ class DeviceContents:
 
     def has_on_host(self, segment: Segment, tokens: np.ndarray) -> bool:
         """Whether these tokens of a row are what is kept of it there."""
-        planes = segment.slots // (segment.end - segment.first)
+        planes = int(PLANES[segment.kind])
         kept = _kept(_ids(tokens)[segment.first : segment.end], planes)
         return bool((self.host[segment.key] == kept).all())
 

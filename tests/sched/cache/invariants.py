@@ -14,8 +14,9 @@ from jaxserve.sched.cache.cache_kinds import HIDDEN, NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.page_shares import PageShares
-from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.pages import Page, beside_key
 from jaxserve.sched.cache.prefix_cache import PrefixCache
+from jaxserve.sched.cache.windowed_pool import WindowedPool
 from jaxserve.sched.step import Step
 from jaxserve.simulator.replica.counted_pool import CountedPool
 
@@ -28,7 +29,7 @@ def check_pool(pool: BlockPool) -> None:
         return
     refs = np.zeros(len(pool.refs), np.int64)
     for row in np.flatnonzero(pool.held):
-        ids = pool.blocks_of(row).ravel()
+        ids = ids_of(pool, row)
         assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
         others = pool.owners[ids, pool.direction[row]]
         assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
@@ -39,6 +40,12 @@ def check_pool(pool: BlockPool) -> None:
     assert owned[refs == 1].all(), "a block that one row holds is nobody's"
     for row in range(len(pool.held)):
         alone = int((refs[pool.blocks_of(row)] == 1).sum()) if pool.held[row] else 0
+        if isinstance(pool, WindowedPool):
+            there = pool.window_ids(row)
+            assert pool._own_there[row] == (refs[there] == 1).sum(), "own blocks are miscounted"
+            aside = pool.set_aside(pool.first[row], pool.held[row])
+            assert aside >= there.size, "a row holds more than is set aside for it"
+            alone += int(aside)
         assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"
     assert (pool.mirrored <= pool.held).all(), "blocks are mirrored that nobody holds"
     used = refs > 0
@@ -48,10 +55,23 @@ def check_pool(pool: BlockPool) -> None:
     _check_free(pool._free, used)
     for side in Direction:
         for block in np.flatnonzero(pool.owners[:, side] != NOBODY):
-            held = pool.blocks_of(pool.owners[block, side])[:, pool.at[block, side]]
-            assert block in held, f"block {block} has an owner that does not hold it there"
+            owner, at = int(pool.owners[block, side]), pool.at[block, side]
+            held = block in ids_of(pool, owner)
+            there = block in pool.tables[owner, :, at]
+            assert held and there, f"block {block} has an owner that does not hold it there"
+    if isinstance(pool, WindowedPool):
+        empty = pool.held == 0
+        assert not (pool.first[empty].any() or pool.ends[empty].any()), "a window without a cache"
+        inside = [pool.window_ids(row).ravel() for row in np.flatnonzero(pool.held)]
+        assert pool._in_windows == len(set(np.concatenate([*inside, []]).tolist()))
+        assert (pool.first <= pool.ends).all() and (pool.ends <= pool.held).all()
     whole = np.arange(pool.width) >= pool.held[:, None]
     assert (pool.cap[whole] == pool.block_size).all(), "tokens are missing where there are none"
+
+
+def ids_of(pool: BlockPool, row: int | np.integer) -> np.ndarray:
+    """All blocks that the row holds."""
+    return np.concatenate([ids for _, ids in pool.planes_of(int(row))])
 
 
 class TableMirror:
@@ -75,6 +95,10 @@ class TableMirror:
             planes = len(pool.blocks_of(row))
             same = copy[:planes, :end] == pool.tables[row, :planes, :end]
             assert same.all(), f"row {row}'s table has changed behind its mirror"
+            if isinstance(pool, WindowedPool):
+                first = pool.first[row]
+                same = copy[2:, first:end] == pool.tables[row, 2:, first:end]
+                assert same.all(), f"row {row}'s tables of windows differ from their mirror"
 
 
 def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
@@ -110,10 +134,17 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
         hidden = [key + b"X" for key in keys]
         depth, other = _known(keys, pages), _known(hidden, pages)
         chain = cache.chain(row)
+        known = depth
+        if pool.groups is not None:
+            beside = [pages[key].beside is not None for key in keys[:depth]]
+            depth = pool.groups.valid(depth, pool.block_size, beside.__getitem__)
         # It is told before either goes on beyond what it finds. What is on the host and does not
         # pay yet may, once more of it is in the pool.
         wanted = [keys[depth if cache.host is None else 0 : len(chain) + 1]]
         wanted += [hidden[other : len(chain) + 1]] if cache._hidden else []
+        if pool.groups is not None:
+            wanted = _wanted_by_windows(pool, keys, beside)
+            depth = len(chain) if len(chain) < depth < known else depth
         for each in wanted if len(chain) < most else ():
             assert any(row in cache._wanted.get(key, ()) for key in each), "it would not be told"
         kinds = {page.kind for page in chain}
@@ -129,6 +160,17 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
         assert pool._read(np.array([row])) == several, "it would take other blocks than it is told"
         for page in pages.values():
             assert (row in page.finders) == (len(chain) > 0 and page is chain[-1])
+
+
+def _wanted_by_windows(
+    pool: BlockPool, keys: Sequence[bytes], beside: Sequence[bool]
+) -> list[list[bytes]]:
+    """The next page, and what the last window of all that is known lacks."""
+    assert pool.groups is not None
+    begin = pool.groups.behind(len(beside) * pool.block_size, pool.block_size)
+    lacks = [at for at in range(begin, len(beside)) if not beside[at]]
+    wanted = [[key] for key in keys[len(beside) :][:1]]
+    return wanted + ([[beside_key(keys[at]) for at in lacks]] if lacks else [])
 
 
 def _known(keys: Sequence[bytes], pages: Mapping[bytes, Page]) -> int:
@@ -181,7 +223,7 @@ def _check_free(blocks: FreeBlocks, used: np.ndarray) -> None:
 def check_host(host: HostMemory) -> None:
     """AssertionError if counts or segments do not add up."""
     every = {row: host.segments(row) for row in range(len(host.tokens))}
-    slots = sum(s.slots for mine in every.values() for s in mine)
+    slots = sum(host.slots(s) for mine in every.values() for s in mine)
     assert host.num_used == slots, "host slots are miscounted"
     assert 0 <= host.num_used <= host.capacity, "more on the host than fits"
     keys = [s.key for mine in every.values() for s in mine]

@@ -90,6 +90,17 @@ def test_tiers_stay_what_the_policy_makes_of_them() -> None:
     assert set(late) <= set(drive.step(1.0)), "it takes their rows at once"
 
 
+def test_those_who_make_room_give_all_of_their_blocks() -> None:
+    """Those of K and those of V."""
+    drive = Drive("priority", c=64, p=64, rows=16, blocks=16, block_size=4)
+    for _ in range(2):
+        drive.add(12, OUTPUT, tenant="heavy", tier=Tier.BEST_EFFORT)
+    drive.step()
+    assert drive.pool.num_free == 4
+    late = [drive.add(4, 1, tenant=("heavy", "light")[i % 2]) for i in range(8)]
+    assert set(late) == set(drive.step(1.0)), "16 blocks are for eight"
+
+
 def test_who_is_held_back_can_end_and_is_counted() -> None:
     drive = flooded("sarathi")
     drive.step(4.0)

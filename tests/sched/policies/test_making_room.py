@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.sched.policies.goodput.batch import GoodputBatch, GoodputWork
 from jaxserve.sched.policies.goodput.outlook import Deadlines, Lengths, Outlook
-from jaxserve.sched.policies.goodput.pausing import FREE_OF_LOSS, Memory
+from jaxserve.sched.policies.goodput.pausing import FREE_OF_LOSS, Memory, Returns
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
@@ -124,15 +124,16 @@ def test_who_was_paused_takes_the_place_of_who_has_no_targets_alone(tier: Tier) 
     drive.step(0.0)
     chat = drive.add(prompt=8, output=9, arrival=0.1, ttft=9.0, tbt=9.0)
     view, rows = drive.scheduler.view, np.array([holder, chat])
-    goals, lengths = STANDARD.targets_of(view, rows), Lengths()
+    lengths = Lengths()
     lengths.read(view)
-    due = Deadlines.of_rows(view, rows, goals, 0.2)
-    seen = Outlook.of_rows(view, rows, goals, due, np.ones(2), 0.2, lengths, 0.01)
+    due = Deadlines.of_rows(view, rows, STANDARD, 0.2)
+    seen = Outlook.of_rows(view, rows, due, np.ones(2), 0.2, lengths, 0.01)
     work = GoodputWork.of_rows(view, rows, seen, kind=0)
     assert work.loss[0] == 0.0
     for paused in (False, True):
         work.paused[1] = paused
-        memory = Memory(view, work, GoodputBatch(view, work), np.zeros(2, bool), 0.01, swaps=True)
+        batch, nobody = GoodputBatch(view, work), np.zeros(2, bool)
+        memory = Memory(view, work, batch, nobody, 0.01, Returns(), swaps=True)
         found = memory.make_room(np.array([1]), FREE_OF_LOSS)
         assert (found == 1) == (memory.preempted == [holder]) == (tier == BEST or not paused)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from jaxserve.sched.cache.window_groups import WindowGroups, peak_blocks
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import Tier
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy
@@ -73,6 +75,7 @@ def serve(
     rho: float | None = None,
     host_slots: int = 0,
     guessable: tuple[float, float] | None = None,
+    groups: WindowGroups | None = None,
 ) -> Drive:
     """Runs the case to its end; `Drive` checks every step."""
     whole = not make_policy(policy).chunked
@@ -82,13 +85,14 @@ def serve(
         c=c,
         p=c if whole else min(case.prefill, c),
         rows=case.rows,
-        blocks=case.blocks,
+        blocks=_blocks(case.blocks, c, groups),
         block_size=BLOCK_SIZE,
         max_model_len=MAX_PROMPT + MAX_OUTPUT,
         seed=case.budget,
         rho=rho,
         host_slots=host_slots,
         guessable=guessable,
+        groups=groups,
     )
     for job in case.jobs:
         for _ in range(job.gap if drive.live else 0):
@@ -104,6 +108,13 @@ def serve(
         )
     drive.to_the_end()
     return drive
+
+
+def _blocks(blocks: int, ahead: int, groups: WindowGroups | None) -> int:
+    """More by what the longest request needs in groups with a window."""
+    longest = MAX_PROMPT + MAX_OUTPUT
+    alone = (peak_blocks(longest, BLOCK_SIZE, each, ahead) for each in (groups, None))
+    return blocks + int(np.subtract(*alone))
 
 
 quick = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -143,6 +154,19 @@ def test_hidden_caches_stay_within_the_limits(policy: str, rho: float, case: Cas
     assert len(drive.preempted) == drive.scheduler.preemptions
     assert drive.policy.hybrid_cache or not drive.hidden
     assert rho > 0 or not drive.projected
+
+
+WINDOWED = [name for name in NAMES if not make_policy(name).two_sided]
+
+
+@pytest.mark.parametrize("policy", WINDOWED)
+@settings(quick, max_examples=3)
+@given(case=cases, window=st.integers(1, 20), count=st.integers(1, 3), host=st.integers(0, 60))
+def test_windows_stay_within_the_limits(
+    policy: str, case: Case, window: int, count: int, host: int
+) -> None:
+    drive = serve(policy, case, host_slots=host, groups=WindowGroups(window, count))
+    assert len(drive.ended) == len(case.jobs)
 
 
 @settings(quick, max_examples=20)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.sched.programs import call_counts, tool_times
 from jaxserve.sched.programs.call_counts import CallCounts
@@ -17,6 +22,21 @@ def test_a_tools_times_are_not_its_extremes() -> None:
     assert times.quantile("a", ["search"], 0.99) == 99
     assert times.quantile("a", ["search"], 0.5) == 50
     assert times.quantile("a", ["search"], 0.0) == 1
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=tool_times.ENOUGH, max_size=3 * tool_times.KEPT))
+def test_the_latest_times_count_whatever_came_before(seconds: list[float]) -> None:
+    times = ToolTimes()
+    for one in seconds:
+        times.add("a", "search", one)
+        times.mean("a", ["search"])
+    latest = sorted(seconds[-tool_times.KEPT :])
+    assert times.times("a", ["search"]).tolist() == latest
+    assert times.quantile("a", ["search"], 1.0) == latest[-1]
+    cut = math.ceil(tool_times.EXTREME * len(latest)) - 1
+    kept = np.clip(latest, latest[cut], latest[math.ceil(0.95 * len(latest)) - 1])
+    assert times.mean("a", ["search"]) == pytest.approx(kept.mean())
+    assert times.overall("a") == pytest.approx(kept.mean())
 
 
 def test_the_slowest_of_several_tools_counts() -> None:

@@ -34,7 +34,6 @@ class Calls:
         self.verdicts: list[ProgramVerdict] = []
         self.pauses: list[float] = []
         self.programs.on_verdict = self.verdicts.append
-        self.programs.on_pause = self.pauses.append
         self.count = 0
 
     def begin(
@@ -61,6 +60,9 @@ class Calls:
         self.count += 1
         row = self.table.add(request)
         self.programs.begin(row, request)
+        about = self.programs.call_of(row)
+        if about is not None and about.pause is not None:
+            self.pauses.append(about.pause)
         return row
 
     def end(
@@ -224,6 +226,27 @@ def test_slow_tools_are_waited_for() -> None:
     assert not calls.verdicts
     calls.programs.expire(37.0 + 16.1)
     assert len(calls.verdicts) == 1
+
+
+def test_what_is_said_of_waiting_programs_is_up_to_date() -> None:
+    """Though little of it is made anew."""
+    calls = Calls()
+    for number in range(4):
+        calls.call("a", 10.0 * number)
+        calls.programs.note_tools(f"r{number}", {f"c{number}": "build"})
+    calls.call("b", 50.0)
+    assert [(one.since, one.tools, one.pause) for one in calls.programs.waiting()] == [
+        (31.0, ("build",), None), (51.0, (), None)
+    ]  # fmt: skip
+    calls.call("a", 60.0)  # the fourth time that is known of the tool
+    assert [(one.since, one.tools, one.pause) for one in calls.programs.waiting()] == [
+        (51.0, (), None), (61.0, (), None)
+    ]  # fmt: skip
+    calls.programs.note_tools("r4", {"c": "build"})
+    mean = calls.programs.tool_times.mean("", ["build"])
+    assert mean is not None
+    [first, _] = calls.programs.waiting()
+    assert (first.tools, first.pause) == (("build",), mean)
 
 
 def test_no_tool_is_waited_for_longer_than_for_the_most() -> None:

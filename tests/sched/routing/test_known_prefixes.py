@@ -207,6 +207,21 @@ def test_a_hint_decides_between_those_who_are_alike(name: str) -> None:
     assert router.choose(hinted, 3.0) == 0, "another replica has its number now"
 
 
+def test_a_call_gets_its_share_of_what_its_program_has_left() -> None:
+    fleet = Fleet(2)
+    ask = RoutingRequest(9, hint=b"a", program_deadline=60.0, calls_left=2)
+    assert fleet.in_program(ask, 100.0).jct == 20.0, "nothing is known of earlier calls"
+    fleet.watch_prefixes()
+    assert fleet.in_program(ask, 100.0).jct == 20.0
+    fleet.send(0, ask, 100.0)
+    fleet.send(1, ask._replace(calls_left=1), 130.0)
+    assert fleet.in_program(ask._replace(calls_left=0), 145.0).jct == 15.0
+    assert fleet.in_program(ask._replace(jct=1.0), 145.0).jct == 1.0
+    assert fleet.in_program(ask, 160.0).jct == np.inf, "late"
+    assert fleet.in_program(ask._replace(hint=b"b"), 160.0).jct == 20.0
+    assert fleet.in_program(RoutingRequest(9, hint=b"a"), 145.0).jct == np.inf
+
+
 def test_a_program_stays_together_unless_that_costs_much() -> None:
     fleet = fleet_of(busy(), busy())
     router = Router("slo", fleet)

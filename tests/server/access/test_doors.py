@@ -7,7 +7,8 @@ import http.client
 import json
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -27,7 +28,10 @@ from tests.server.access.test_keys import key
 from tests.server.fake_engine import INFO, PATIENCE, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
-CLASSES = {"fast": ServiceLevel(SLO(ttft=0.1), Tier.REALTIME, "fast", value=5.0)}
+CLASSES = {
+    "fast": ServiceLevel(SLO(ttft=0.1), Tier.REALTIME, "fast", value=5.0),
+    "agent": ServiceLevel(SLO(), Tier.REALTIME, "agent", program_deadline=1.0),
+}
 KEYS = [
     key("alice"),
     key("often", rate=2),
@@ -37,7 +41,7 @@ KEYS = [
     key("heavy", weight=3),
     key("dear", max_value=3),
     key("root", admin=1),
-    key("slow", min_ttft_ms=200, min_tbt_ms=50, min_jct_ms=1000),
+    key("slow", min_ttft_ms=200, min_tbt_ms=50, min_jct_ms=1000, min_program_ms=5000),
 ]
 BODY = {"prompt": "a", "max_tokens": 2}
 
@@ -64,12 +68,17 @@ def server(engine: FakeEngine) -> Iterator[Server]:
 
 
 def asked(
-    address: str | None, method: str, path: str, name: str | None = None, body: Any = None
+    address: str | None,
+    method: str,
+    path: str,
+    name: str | None = None,
+    body: Any = None,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[int, bytes, dict[str, str]]:
     """HTTP, with a key's secret. Reads no more than the first line of endless answers."""
     assert address is not None
     connection = http.client.HTTPConnection(address, timeout=PATIENCE)
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **more}
     if name is not None:
         headers["Authorization"] = f"Bearer {name}"
     connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -85,6 +94,9 @@ GUARDED = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/responses"),
     ("GET", "/v1/responses/resp_0"),
+    ("POST", "/v1/messages"),
+    ("POST", "/api/chat"),
+    ("GET", "/api/tags"),
     ("GET", "/v1/models"),
     ("POST", "/tokenize"),
     ("GET", "/v1/files"),
@@ -104,12 +116,29 @@ def test_http_wants_a_key(server: Server) -> None:
     for method, path in GUARDED:
         status, text, headers = asked(server.http_address, method, path, body=BODY)
         error = json.loads(text)["error"]
-        said = status, error["type"], error["code"]
-        assert said == (401, "authentication_error", "invalid_api_key"), path
+        if path.startswith("/api/"):
+            assert (status, error[:28]) == (401, "this server wants an API key"), path
+        else:
+            said = status, error["type"], error.get("code", "invalid_api_key")
+            assert said == (401, "authentication_error", "invalid_api_key"), path
         assert headers["www-authenticate"] == 'Bearer realm="jaxserve"'
         status, _, headers = asked(server.http_address, method, path, "mallory", BODY)
         assert status == 401 and headers["www-authenticate"].endswith('error="invalid_token"')
         assert asked(server.http_address, method, path, "alice")[0] != 401
+
+
+def test_anthropics_header_has_a_key_too(server: Server, engine: FakeEngine) -> None:
+    engine.run()
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+    for given, status in (("alice", 200), ("mallory", 401)):
+        connection = http.client.HTTPConnection(str(server.http_address), timeout=PATIENCE)
+        headers = {"Content-Type": "application/json", "X-Api-Key": given}
+        connection.request("POST", "/v1/messages", json.dumps(body), headers)
+        answer = connection.getresponse()
+        told = json.loads(answer.read())
+        assert answer.status == status, told
+        connection.close()
+    assert engine.requests[-1].tenant == "alice"
 
 
 def test_only_an_admin_acts_on_the_whole_server(server: Server, engine: FakeEngine) -> None:
@@ -306,6 +335,31 @@ def test_what_a_request_may_claim_is_bounded_by_its_key(server: Server, engine: 
             client.complete("a", timeout=PATIENCE, **(wanted or {"tier": "realtime"}))
         assert error.value.code == "INVALID_ARGUMENT" and problem in str(error.value)
     assert not engine.requests
+
+
+def test_a_programs_deadline_is_bounded_by_its_key(server: Server, engine: FakeEngine) -> None:
+    tight = "4999 ms is tighter than key slow may ask for, 5000 ms (min_program_ms)"
+    body = {**BODY, "program": "a", "program_deadline_ms": 4999}
+    headers = {"x-program-id": "a", "x-program-deadline-ms": "4999"}
+    path = "/v1/completions"
+    for given, more, where in (
+        (body, {}, "program_deadline_ms"),
+        (BODY, headers, "x-program-deadline-ms"),
+    ):
+        status, text, _ = asked(server.http_address, "POST", path, "slow", given, more)
+        error = json.loads(text)["error"]
+        assert (status, error["param"]) == (400, where)
+        assert error["message"] == f"{where}: {tight}"
+    with Client(server.address, api_key="slow") as client:
+        with pytest.raises(ServerError) as refused:
+            client.complete("a", timeout=PATIENCE, program={"id": "a", "deadline_ms": 4999})
+        assert f"program.deadline_ms: {tight}" in str(refused.value)
+        engine.run()
+        client.complete("a", timeout=PATIENCE, program={"id": "a", "deadline_ms": 5000})
+        client.complete("a", timeout=PATIENCE, program={"id": "b"}, slo_class="agent")
+    own, of_class = (request.program for request in engine.requests)
+    assert own is not None and own.deadline == 5.0
+    assert of_class is not None and of_class.usual_deadline == 5.0
 
 
 def test_a_class_is_worth_no_more_than_its_key(server: Server, engine: FakeEngine) -> None:

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from jaxserve.commands.keys import main
 from jaxserve.config import ConfigError, ServerConfig
-from jaxserve.server.access.api_keys import Keys, RateLimited, TooManyRequests, Unauthenticated
+from jaxserve.server.access.api_keys import (
+    Keys,
+    RateLimited,
+    TooManyRequests,
+    Unauthenticated,
+    authorization,
+)
 from jaxserve.server.access.key_file import (
     BEST_EFFORT,
     LIMITS,
@@ -49,6 +55,14 @@ def known(keys: Keys, name: str) -> bool:
     except Unauthenticated as error:
         assert error.given
         return False
+
+
+def test_a_key_comes_in_one_of_two_headers() -> None:
+    bearer, own = (b"authorization", b"Bearer a"), ("x-api-key", " a ")
+    for headers in ([bearer], [own], [bearer, own], [(b"x-other", b"b"), own]):
+        assert authorization(headers) == b"Bearer a", headers
+    for headers in ([], [bearer, ("x-api-key", "b")], [bearer, bearer], [own, own]):
+        assert authorization(headers) is None, headers
 
 
 def test_without_any_everybody_may_call() -> None:

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BASE = {canonicalize_name(Requirement(each).name) for each in PROJECT["dependencies"]}
 EXTRAS = PROJECT["optional-dependencies"]
-CLIENT = ("complete", "chat", "batch")
+CLIENT = ("complete", "chat", "embed", "batch")
 LAB = ("compile-check",)
 NO_LAB = (
     "needs the lab, which is not installed (no module jaxserve_lab): install jaxserve-llm with its "

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
+from jaxserve.server.http.openai.responses.schema import ResponseRequest
+from jaxserve.server.http.openai.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Int32,
+    Int64,
+    Number,
+    Whole,
+)
 from tests.server.fake_engine import FakeEngine
 from tests.server.http.conftest import Plain
 
@@ -103,6 +114,58 @@ def test_a_field_that_is_wrong_is_named(
     assert says in error["message"]
     assert param in ("", error["param"]) and error["message"].startswith(param)
     assert not engine.requests and not engine.live
+
+
+OWN = {
+    "n": "at most 16, got",
+    "logprobs": "at most 20, got",
+    "top_logprobs": "at most 20, got",
+    "expected_calls": "at most 10000, got",
+    "program_deadline_ms": "at most 1,000,000,000, got inf",
+    "slo.ttft_ms": "must be a positive, finite time, got inf",
+    "temperature": "at most 100, got inf",
+    "min_p": "at most 1, got inf",
+    "stop_token_ids": "is outside 0..99999",
+    "best_of": "only as many as n",
+}
+"""What is said of fields whose own limit is below that of 32 or 64 bits."""
+BODIES: dict[str, tuple[type[Generation], dict[str, Any]]] = {
+    "completions": (CompletionRequest, COMPLETION),
+    "chat/completions": (ChatRequest, {**CHAT, "logprobs": True}),
+    "responses": (ResponseRequest, {"input": "a", "include": ["message.output_text.logprobs"]}),
+}
+
+
+def numbers(kind: type[BaseModel]) -> dict[str, Any]:
+    """The fields of a body that are numbers, or have numbers, each with one of 400 digits."""
+    huge = 10**399
+    found: dict[str, Any] = {"logit_bias": {"1": huge}, "slo": {"ttft_ms": huge}}
+    for name, field in kind.model_fields.items():
+        of = get_args(field.annotation)
+        if {Number, Whole, Int32, Int64} & set(of):
+            found[name] = huge
+        elif any(Whole in get_args(get_args(each)[0]) for each in of if get_args(each)):
+            found[name] = [huge]
+    return found
+
+
+@pytest.mark.promise(16)
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [(path, *each) for path, (kind, _) in BODIES.items() for each in numbers(kind).items()],
+    ids=lambda each: each if isinstance(each, str) else "huge",
+)
+def test_a_number_of_400_digits_is_told_the_limit_of_its_field(
+    refusing: tuple[Plain, FakeEngine], path: str, name: str, value: Any
+) -> None:
+    plain, engine = refusing
+    body = {**BODIES[path][1], "program": "a", name: value}
+    status, answer, _ = plain.call("POST", f"/v1/{path}", body)
+    assert status == 400 and not engine.requests
+    error = answer["error"]
+    assert error["param"].startswith(name) and error["message"].startswith(name)
+    assert OWN.get(error["param"], "at most") in error["message"]
+    assert "0" * 40 not in error["message"]
 
 
 def test_one_bad_prompt_of_many_submits_none(plain: Plain, engine: FakeEngine) -> None:

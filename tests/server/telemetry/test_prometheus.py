@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import re
 import socket
@@ -19,14 +20,21 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxserve.client import Client, ServerError
 from jaxserve.config import ConfigError
 from jaxserve.engine.adapters import AdapterLoad
+from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.programs.verdict import ProgramEnd, ProgramVerdict
-from jaxserve.server.access.api_keys import Keys
+from jaxserve.server.access.api_keys import Caller, Keys
 from jaxserve.server.access.options import Access
 from jaxserve.server.http.metrics_server import MAX_CONNECTIONS, MetricsServer
 from jaxserve.server.http.transport import protocol
 from jaxserve.server.requests.call_outcome import CallOutcome, CallTracker
 from jaxserve.server.server import Server
-from jaxserve.server.telemetry.metrics import EngineMetrics, Histogram, MetricsRegistry
+from jaxserve.server.telemetry.metrics import (
+    MOST_TOOLS,
+    READER,
+    EngineMetrics,
+    Histogram,
+    MetricsRegistry,
+)
 from tests.server.access.test_keys import key
 from tests.server.fake_engine import PATIENCE, FakeEngine, let_a_deadline_pass, step_stats
 from tests.server.http.conftest import SETTINGS
@@ -65,8 +73,11 @@ def test_programs_are_counted_by_what_came_of_them(metrics: Server, engine: Fake
     ended(6.0, ProgramEnd.SILENT)
     ended(60.0, ProgramEnd.SILENT)
     ended(7.0, ProgramEnd.OVER, None)
-    for observer in engine.observers:
-        observer.on_program_pause(0.75)
+    for number, (tools, pause) in enumerate(
+        [((), None), ((), 0.5), (("ls",), 0.75), (("ls",), 1.0), (("ls", "cat"), 4.0)]
+    ):
+        for observer in engine.observers:
+            observer.on_program_call(number, ProgramCall(1, True, "", tools, pause))
     samples = scrape(metrics)
     counts = {("over", "met"): 2, ("silent", "missed"): 1, ("silent", "given_up"): 1}
     for (ending, outcome), count in {**counts, ("over", "ended"): 1}.items():
@@ -74,9 +85,35 @@ def test_programs_are_counted_by_what_came_of_them(metrics: Server, engine: Fake
         assert value(samples, "programs_total", **labels) == count
     assert value(samples, "program_seconds_sum") == 78.0
     assert value(samples, "program_calls_sum") == 15
-    assert value(samples, "program_pause_seconds_sum") == 0.75
+    for tool, seconds in (("", 0.5), ("ls", 1.75), ("several", 4.0)):
+        assert value(samples, "program_pause_seconds_sum", tool=tool) == seconds
     assert value(samples, "num_programs", state="running") == 2
     assert value(samples, "num_programs", state="waiting") == 5
+
+
+def test_names_of_tools_are_bounded_and_only_their_keys(engine: FakeEngine) -> None:
+    made = EngineMetrics(engine, CallTracker(()))
+    for tenant in ("alice", "bob", "carol"):
+        for number in range(10 * MOST_TOOLS):
+            for name in (f"{tenant} {number}", "ls"):
+                made.on_program_call(number, ProgramCall(1, True, tenant, (name,), 1.0))
+
+    def tools(reader: Caller | None) -> dict[str, float]:
+        context = contextvars.copy_context()
+        context.run(READER.set, reader)
+        family = next(one for one in context.run(list, made.collect()) if "pause" in one.name)
+        return {
+            one.labels["tool"]: one.value for one in family.samples if one.name.endswith("_count")
+        }
+
+    every = tools(None)
+    assert len(every) <= MOST_TOOLS and sum(every.values()) == 3 * 2 * 10 * MOST_TOOLS
+    assert sum("alice" in name for name in every) == MOST_TOOLS // 4 - 1
+    hers = tools(Caller(key("alice")))
+    assert not any("bob" in name or "carol" in name for name in hers)
+    assert hers["ls"] == 10 * MOST_TOOLS and every["ls"] == 3 * hers["ls"]
+    assert sum(hers.values()) == sum(every.values())
+    assert tools(Caller(key("root", admin=1))) == every
 
 
 def test_counts_follow_what_was_served(metrics: Server, engine: FakeEngine) -> None:

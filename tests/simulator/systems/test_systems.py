@@ -141,9 +141,14 @@ def test_of_experts_those_that_tokens_go_to_are_read_and_all_are_in_memory() -> 
         ("llama-3-70b", 70.6),
         ("gemma-3-27b", 28.4),  # with its table of 1.4 billion twice
         ("qwen3-30b-a3b", 30.5),
-        ("deepseek-v2-lite", 15.7 + 0.5),  # its first layer has no experts
+        ("deepseek-v2-lite", 15.7),
+        ("deepseek-v3", 671),
+        ("kimi-k2", 1026),
+        ("glm-4.5", 353),
+        ("glm-4.5-air", 106.9),
         ("mixtral-8x7b", 46.7),
         ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
     ],
 )
 def test_the_models_have_their_sizes(name: str, billions: float) -> None:
@@ -157,6 +162,36 @@ def test_the_cache_is_what_the_weights_leave() -> None:
     with pytest.raises(UnknownSystem, match="do not fit"):
         system("llama-3-70b@a100")
     assert system("llama-3-70b@2xh200").kv_tokens > 100_000
+
+
+def test_weights_are_those_of_the_checkpoint_unless_the_name_says() -> None:
+    """DeepSeek V3's have 8 bits, and fit into eight H200."""
+    own, wide = system("deepseek-v3@8xh200"), system("deepseek-v3:16-bit@16xh200")
+    assert (own.about["weights"], "weights" in wide.about) == ("fp8", False)
+    assert own.kv_tokens == system("deepseek-v3:fp8@8xh200").kv_tokens
+    left = 0.9 * 8 * 141e9 - MODELS["deepseek-v3"].param_bytes
+    assert own.kv_tokens == int(left // (8 * 61 * 2 * (512 + 64)))
+    with pytest.raises(UnknownSystem, match="1342 GB do not fit"):
+        system("deepseek-v3:16-bit@8xh200")
+
+
+def test_latent_vectors_are_on_every_device() -> None:
+    """576 numbers a token, which all heads read: 288 of K and of V, and 512 of them as values."""
+    shape, number = MODELS["deepseek-v2-lite"], 27 * 2 * (512 + 64)
+    assert shape.kv_bytes * shape.layers == number == 31_104
+    one, two = (system(f"deepseek-v2-lite@{n}h200") for n in ("", "2x"))
+    left = 0.9 * 141e9 - shape.param_bytes
+    assert one.kv_tokens == int(left // number)
+    assert two.kv_tokens == int((0.9 * 2 * 141e9 - shape.param_bytes) // (2 * number))
+    a, b = (place.cost_model.coefficients for place in (one, two))
+    assert (a.prefill_m, a.swapped_slot) == pytest.approx((b.prefill_m, b.swapped_slot))
+    assert a.prefill_quad == pytest.approx(2 * b.prefill_quad)
+    # Reading takes longer than arithmetic, but not for eight times the heads.
+    assert a.decode_kv == a.prefill_m
+    many = scale(replace(shape, heads=128), DEVICES["h200"]).cost_model.coefficients
+    assert many.decode_kv == pytest.approx(2 * many.prefill_quad) and many.decode_kv > a.decode_kv
+    with pytest.raises(UnknownSystem, match="latent vectors have 16 bits"):
+        system("deepseek-v2-lite:kv-int8@h200")
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b@a1000", "gpt@a100", "nothing", "llama-2-7b@0xa100"])

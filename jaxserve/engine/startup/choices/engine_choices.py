@@ -40,6 +40,7 @@ from jaxserve.engine.startup.choices.pool_size import most_held
 from jaxserve.models.base import ModelConfig
 from jaxserve.sched.cache.cache_kinds import ABSORBED, PROJECTED
 from jaxserve.sched.cost.profiles import System, UnknownSystem, load
+from jaxserve.sched.registry import make_retention
 from jaxserve.sched.request import USUAL_POOLING, PoolingParams
 from jaxserve.weights import load_sampling_defaults
 from jaxserve.weights.sentence_transformers import load_pooling
@@ -91,7 +92,14 @@ def choose(config: Config, free: tuple[str, int] | None = None) -> Choices:
     shape = load_shape(config.model)
     config = for_model(config, shape[1])
     model = choose_model(shape, config.engine.max_model_len, config.mesh.tensor)
-    scheduling = choose_policy(config.scheduler, config.cache.block_size, model.max_len)
+    scheduling = choose_policy(
+        config.scheduler, config.cache.block_size, model.max_len, model.config
+    )
+    if scheduling.policy.keeps_programs and not make_retention(config.cache.retention).by_program:
+        log.warning(
+            "scheduler.policy=%s keeps no caches while tools run: that takes cache.retention=ttl",
+            scheduling.name,
+        )
     choose_rest = functools.partial(_choose_rest, config, model, scheduling, free)
     if config.cache.hidden_read != AUTO or config.cache.rho != AUTO:
         return choose_rest(hidden=True)

@@ -112,6 +112,7 @@ def choose_kernels(
         scheduling.block_size,
         choose_cache_dtype(cache.dtype, activations),
         shape.sinks,
+        shape.halves,
     )
     backend, read = _backend(engine.attention_backend, wanted, read)
     if engine.attention_backend == AUTO:
@@ -120,7 +121,7 @@ def choose_kernels(
         read = PROJECTED  # absorbed reading has other sums than that of K and V
     suits = cached_in(platform, dtype, backend, hidden=read is not None)
     cached = choose_cache_dtype(cache.dtype, suits)
-    _check_cache(platform, backend, cached, activations)
+    _check_cache(platform, backend, cached, activations, latent=shape.latent is not None)
     why_not = why_not_deterministic(backend, shape, model.shards, read)
     if engine.deterministic and why_not:
         raise ConfigError(f"engine.deterministic: {why_not}")
@@ -137,6 +138,7 @@ def choose_kernels(
             max_len=model.max_len,
             activations=activations,
             lora=slots,
+            groups=scheduling.groups,
         ),
         dtype=dtype,
         cache_dtype=cached,
@@ -170,9 +172,16 @@ def _backend(wanted: str, shape: KernelShape, read: str | None) -> tuple[str, st
     return name, read
 
 
-def _check_cache(platform: str, backend: str, cached: jnp.dtype, activations: jnp.dtype) -> None:
-    """ConfigError for a dtype of the pool that could be served, but badly."""
+def _check_cache(
+    platform: str, backend: str, cached: jnp.dtype, activations: jnp.dtype, *, latent: bool
+) -> None:
+    """ConfigError for a dtype of the pool that cannot be served, or badly. latent: whether it holds
+    latent vectors."""
     wanted = f"cache.dtype: {cached.name}"
+    if latent and cached.itemsize == 1:
+        raise ConfigError(
+            f"{wanted}: latent caches are kept in 16 or 32 bits; take auto, bfloat16 or float32"
+        )
     if platform in GPUS and cached.itemsize == 1 and activations.itemsize > 2:
         raise ConfigError(f"{wanted} needs model.dtype=bfloat16 or float16 on GPUs")
     if platform == "cpu" and backend == "xla" and cached not in (jnp.float32, jnp.int8):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import jax
@@ -26,6 +27,8 @@ from jaxserve.models.fused import param_bytes
 from jaxserve.pallas_kernels import get_backend, skips_columns
 from jaxserve.pallas_kernels.backends import platform_backend
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
+
+log = logging.getLogger(__name__)
 
 # Platforms whose steps with hidden rows are all made for as many as there may be: what a CPU would
 # save in steps fitted to few of them is little beside compiling twice as many.
@@ -74,14 +77,18 @@ def size_memory(
     """
     model, policy = kernels.model, scheduling.policy
     buckets = _buckets(engine, scheduling, kernels)
-    moves, goes_there = policy.moves_cache, cache.prefix_caching and not policy.two_sided
+    moves, groups = policy.moves_cache, model.groups
+    goes_there = cache.prefix_caching and not policy.two_sided and groups is None
     in_host = host_slots(
         cache.host_gib,
         moves or goes_there,
         model.config,
         kernels.cache_dtype,
         kernels.pool_heads // jax.process_count(),
+        groups,
     )
+    if in_host and cache.prefix_caching and groups is not None:
+        log.info("cache.host_gib: of layers with a window only checkpoints go there, no prefixes")
     demand = _demand(cache, scheduling, model.max_len)
     room = pool_room(
         demand,
@@ -122,6 +129,7 @@ def _buckets(engine: EngineConfig, scheduling: Scheduling, kernels: Kernels) -> 
         drafts=scheduling.policy.speculates,
         lora=() if model.lora is None else model.lora.widths(skips=skips),
         deterministic=kernels.deterministic,
+        planes=2 if model.groups is None else model.groups.planes,
     )
 
 
@@ -135,6 +143,7 @@ def _demand(cache: CacheConfig, scheduling: Scheduling, max_len: int) -> Demand:
         max_model_len=max_len,
         max_batch_tokens=scheduling.limits.max_batch_tokens,
         modest=jax.default_backend() == "cpu" and not (cache.num_blocks or cache.memory_gib),
+        groups=scheduling.groups,
     )
 
 
@@ -160,7 +169,7 @@ def _other_work(kernels: Kernels, buckets: Buckets, *, moves: bool) -> int:
     the pool."""
     model, dtype = kernels.model, kernels.cache_dtype
     heads = kernels.pool_heads // model.shards
-    moving = moving_workspace(moves, model.config, dtype, heads)
+    moving = moving_workspace(moves, model.config, dtype, heads, model.groups)
     moving += _widened(kernels, max(buckets.tokens, default=0))
     if not buckets.hidden:
         return moving

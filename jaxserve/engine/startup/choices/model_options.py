@@ -92,9 +92,6 @@ def choose_model(shape: Shape, max_model_len: int, tensor: int) -> ServedModel:
     model = model.for_length(max_len)
     sharding.check_tensor(model, tensor)
     mesh = sharding.make_mesh(tensor) if tensor > 1 else None
-    for costs in (kept_behind_windows(model, max_len), cached_whole(model)):
-        if costs is not None:
-            log.info("%s", costs)
     return ServedModel(
         family=family, config=model, hf=hf, mesh=mesh, shards=tensor, max_len=max_len
     )
@@ -190,39 +187,6 @@ def choose_max_len(wanted: int, model: ModelConfig) -> int:
             f"all of them), got {wanted}"
         )
     return wanted or model.max_position
-
-
-def cached_whole(model: ModelConfig) -> str | None:
-    """What it costs that K and V are cached whole which a few numbers make. None where they are
-    made otherwise."""
-    latent = model.latent
-    if latent is None:
-        return None
-    few, whole = latent.rank + latent.rotated, 2 * model.num_kv_heads * model.head_dim
-    filled = 2 * model.head_dim - latent.plain - latent.rotated - latent.values
-    return (
-        f"K and V are cached whole: {whole:,} numbers of each token in each layer, of which "
-        f"{model.num_kv_heads * filled:,} are zeros; the {few:,} that they are made of would take "
-        f"{whole / few:.1f} times less"
-    )
-
-
-def kept_behind_windows(model: ModelConfig, max_len: int) -> str | None:
-    """What it costs that all layers share a block table, so that blocks behind a layer's window are
-    kept. None where no layer has a window that is shorter than the longest request, max_len."""
-    behind = [
-        max_len - kind.sliding_window
-        for kind in model.layer_kinds
-        if kind.sliding_window is not None and kind.sliding_window < max_len
-    ]
-    if not behind:
-        return None
-    share = sum(behind) / (max_len * model.num_layers)
-    return (
-        f"{len(behind)} of {model.num_layers} layers have a window; blocks behind it are kept: of "
-        f"a request of {max_len:,} tokens K and V of up to {max(behind):,} a layer, which no later "
-        f"token reads, {share:.0%} of its cache"
-    )
 
 
 def has_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

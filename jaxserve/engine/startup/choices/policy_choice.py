@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from jaxserve.config import ConfigError, SchedulerConfig
 from jaxserve.engine.startup.choices.pool_size import GIB, choose_block_size
+from jaxserve.engine.startup.choices.window_choice import choose_groups
+from jaxserve.models.base import ModelConfig
+from jaxserve.models.layer_groups import LayerGroups, windows_of
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import request_bytes
@@ -22,20 +25,35 @@ class Scheduling:
         name: of the policy, as configured.
         limits: of a batch.
         block_size: tokens of a block.
+        groups: the groups of layers with block lists of their own; None if all share one.
     """
 
     policy: Policy
     name: str
     limits: Limits
     block_size: int
+    groups: LayerGroups | None = None
 
 
-def choose_policy(config: SchedulerConfig, block_size: int, max_len: int) -> Scheduling:
-    """The policy and its limits. block_size: `cache.block_size`. max_len: tokens of the longest
-    request. Raises ConfigError."""
-    policy = _policy(config)
+def choose_policy(
+    config: SchedulerConfig, block_size: int, max_len: int, model: ModelConfig
+) -> Scheduling:
+    """The policy, its limits, and the groups of layers that it has blocks for.
+
+    Args:
+        config: the scheduler's.
+        block_size: `cache.block_size`.
+        max_len: tokens of the longest request.
+        model: the model.
+
+    Raises:
+        ConfigError: with one clear line.
+    """
+    policy, block_size = _policy(config), choose_block_size(block_size)
     limits = _limits(config, policy, max_len)
-    scheduling = Scheduling(policy, config.policy, limits, choose_block_size(block_size))
+    sizes = {"max_len": max_len, "block_size": block_size}
+    groups = choose_groups(model, policy, config.policy, **sizes)
+    scheduling = Scheduling(policy, config.policy, limits, block_size, groups)
     _check_tables(config.max_queue, scheduling, max_len)
     return scheduling
 
@@ -72,7 +90,8 @@ def _limits(given: SchedulerConfig, policy: Policy, max_len: int) -> Limits:
 
 def _check_tables(max_queue: int, scheduling: Scheduling, max_len: int) -> None:
     """ConfigError if the host tables of so many requests would take too much memory."""
-    size, rows = request_bytes(max_len, scheduling.block_size), scheduling.limits.max_rows
+    groups, rows = windows_of(scheduling.groups), scheduling.limits.max_rows
+    size = request_bytes(max_len, scheduling.block_size, groups)
     most = TABLES_GIB * GIB // size
     if max_queue + rows > most:
         raise ConfigError(

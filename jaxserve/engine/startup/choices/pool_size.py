@@ -13,9 +13,11 @@ from jaxserve.engine.device.cache_moves import STAGED_SLOTS
 from jaxserve.engine.device.step_model import GPUS
 from jaxserve.engine.startup.choices.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
+from jaxserve.models.layer_groups import LayerGroups, pool_layers, windows_of
 from jaxserve.pallas_kernels import block_bytes, default_block_size, slot_bytes
 from jaxserve.pallas_kernels.pool import MOST_NARROW
 from jaxserve.sched.cache.block_sizes import blocks_for
+from jaxserve.sched.cache.window_groups import peak_blocks
 
 GIB = 1 << 30
 _LITTLE = 16  # part of the memory that a pool may take for nothing
@@ -36,6 +38,7 @@ class Demand:
         max_batch_tokens: tokens of a batch.
         modest: if no size is configured, take only part of the free memory, since a host also runs
             other programs.
+        groups: the groups of layers with block lists of their own; None if all share one.
     """
 
     num_blocks: int
@@ -46,6 +49,7 @@ class Demand:
     max_model_len: int
     max_batch_tokens: int
     modest: bool = False
+    groups: LayerGroups | None = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,9 @@ def pool_room(
     Raises:
         ConfigError: it does not fit. The message says what would.
     """
+    layers = pool_layers(config, demand.groups)
     block = block_bytes(
-        config.num_layers,
+        layers,
         pool_heads // shards,
         demand.block_size,
         config.head_dim,
@@ -118,7 +123,7 @@ def pool_room(
             f"cache.memory_gib: {_gib(demand.memory_bytes)} asked for, but weights and workspace "
             f"leave {_gib(left)} on {name}"
         )
-    fits, pair = max(budget, 0) // block, int(blocks_for(1, demand.block_size))
+    fits, pair = max(budget, 0) // block, _held(demand, 1)
     if fits < pair:
         raise ConfigError(
             f"the model does not fit: weights {_gib(weights)} and workspace {_gib(work)} leave "
@@ -126,6 +131,11 @@ def pool_room(
             f"{demand.memory_fraction} may be taken"
             if left <= 0
             else f"cache.memory_gib: {_gib(budget)} hold no block pair of {_gib(pair * block)}"
+        )
+    if 0 < demand.num_blocks < pair:
+        raise ConfigError(
+            f"cache.num_blocks={demand.num_blocks}: a token takes {pair} blocks, of K and of V of "
+            "each group of layers"
         )
     if demand.num_blocks > fits:
         raise ConfigError(
@@ -135,7 +145,7 @@ def pool_room(
         )
     gap = (0, 0)
     if (platform or jax.default_backend()) in GPUS and jnp.dtype(dtype).itemsize == 1:
-        numbers = config.num_layers * pool_heads // shards * demand.block_size * config.head_dim
+        numbers = layers * pool_heads // shards * demand.block_size * config.head_dim
         gap = (MOST_NARROW // numbers, 2 * MOST_NARROW // numbers)
     return Room(fits, left // block, gap)
 
@@ -150,12 +160,18 @@ def pool_blocks(demand: Demand, room: Room) -> int:
     """
     if demand.num_blocks:
         return demand.num_blocks
-    useful = most_held(demand.max_rows, demand.max_model_len, demand.block_size)
+    useful = demand.max_rows * _held(demand, demand.max_model_len)
     if demand.modest:
         quarter, little = (1 << max(room.free // n, 1).bit_length() - 1 for n in (_MODEST, _LITTLE))
         longest = useful // demand.max_rows
         useful = min(useful, max(longest, min(quarter, max(_MODEST * longest, little))))
     return min(room.allowed, useful)
+
+
+def _held(demand: Demand, tokens: int) -> int:
+    """Most blocks of a request of so many tokens with KV."""
+    groups = windows_of(demand.groups)
+    return int(peak_blocks(tokens, demand.block_size, groups, demand.max_batch_tokens))
 
 
 def most_held(max_rows: int, max_model_len: int, block_size: int) -> int:
@@ -209,7 +225,13 @@ def hidden_workspace(
     return (projected_tokens * config.num_layers + 2 * gathered_tokens) * vector
 
 
-def moving_workspace(moves: bool, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+def moving_workspace(
+    moves: bool,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    heads: int,
+    groups: LayerGroups | None = None,
+) -> int:
     """Bytes on each device for slots on their way to or from host memory; 0 if none are moved.
 
     Args:
@@ -217,12 +239,20 @@ def moving_workspace(moves: bool, config: ModelConfig, dtype: DTypeLike, heads: 
         config: the model.
         dtype: of the pool.
         heads: KV heads on each device.
+        groups: as in `Demand`.
     """
-    slot = slot_bytes(config.num_layers, heads, config.head_dim, dtype)
+    slot = slot_bytes(pool_layers(config, groups), heads, config.head_dim, dtype)
     return STAGED_SLOTS * slot if moves else 0
 
 
-def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, heads: int) -> int:
+def host_slots(
+    gib: float,
+    used: bool,
+    config: ModelConfig,
+    dtype: DTypeLike,
+    heads: int,
+    groups: LayerGroups | None = None,
+) -> int:
     """Slots that host memory holds of caches, each of one plane and all layers.
 
     Args:
@@ -231,6 +261,7 @@ def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, he
         config: the model.
         dtype: of the pool.
         heads: KV heads that one host keeps.
+        groups: as in `Demand`.
 
     Raises:
         ConfigError: memory is given, but nothing goes there.
@@ -238,16 +269,17 @@ def host_slots(gib: float, used: bool, config: ModelConfig, dtype: DTypeLike, he
     if gib and not used:
         raise ConfigError(
             f"cache.host_gib={gib:g}: the policy makes no checkpoints, and without "
-            "cache.prefix_caching nothing else goes there"
+            "cache.prefix_caching, or where layers give blocks behind their window back, nothing "
+            "else goes there"
         )
-    return int(gib * GIB // slot_bytes(config.num_layers, heads, config.head_dim, dtype))
+    return int(gib * GIB // slot_bytes(pool_layers(config, groups), heads, config.head_dim, dtype))
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:
     """Activations and logits of the largest step, in bytes: a generous estimate."""
     width = 4 * config.d_model + (2 * config.d_ff + 4 * config.d_model) // shards
-    if config.latent is not None:  # q, k and v, much wider together than x
-        width += 3 * config.num_heads * config.head_dim // shards
+    if config.latent is not None:  # queries and results of all heads, much wider than x
+        width += 3 * config.num_heads * config.query_dim // shards
     if (experts := config.experts) is not None:  # a row of its own for each expert that it goes to
         each = 5 * config.d_model + 2 * -(-experts.d_ff // shards)
         width += experts.experts_per_token * each

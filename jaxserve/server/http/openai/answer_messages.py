@@ -1,12 +1,23 @@
-"""Makes OpenAI's messages of a model's text, whole or in pieces."""
+"""Reads the answer to a chat in pieces, and makes OpenAI's messages of them, whole or as deltas."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+from fastapi import Request as HttpRequest
+from fastapi import Response
+
+from jaxserve.engine.output import Output
+from jaxserve.sched.request import Request
+from jaxserve.server.http.errors import record_of
+from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
+from jaxserve.server.http.openai.reasoning_options import ThoughtUse
+from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.tool_options import ToolUse, call_parser
 from jaxserve.server.reasoning.message import MessageParser
+from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.calls import (
     Arguments,
@@ -20,6 +31,80 @@ from jaxserve.server.tools.calls import (
 
 PROMPT_END = 256
 """Last characters of a prompt, which say how its continuation begins."""
+
+
+class PreparedChat(NamedTuple):
+    """A chat's request, and how to read its answer.
+
+    Attributes:
+        wanted: the request.
+        note: from `parser_note`.
+        thought: the thought that the answer may begin with; None for none.
+        unenforced: places of the keywords in its schemas that the text is not held to.
+    """
+
+    wanted: list[Request]
+    note: dict[str, Any]
+    thought: ThoughtUse | None
+    unenforced: list[str]
+
+
+class ParsedAnswer(ABC):
+    """The answer to a chat with one continuation, in pieces, for APIs that have other messages than
+    OpenAI's chats. Creating it submits the request.
+
+    Args:
+        context: what the routes need.
+        prepared: the chat.
+        http: the call.
+    """
+
+    def __init__(self, context: RouteContext, prepared: PreparedChat, http: HttpRequest) -> None:
+        self._engine, self._requests, self._http = context.engine, context.requests, http
+        self._new_call_id = context.template.tool_format.new_id
+        self._parser = message_parser(context.template, prepared.note)
+        self._thought = None if prepared.thought is None else prepared.thought.count()
+        self._characters = self._output_tokens = 0
+        self._last: Output | None = None
+        self._record = record_of(http)
+        self._record.unenforced = prepared.unenforced
+        self._generating = Generating(context.requests, prepared.wanted, self._record)
+
+    async def whole(self) -> Response:
+        """The whole response."""
+        try:
+            return await unless_gone(self._http, self._whole())
+        finally:
+            self._generating.end()
+
+    @abstractmethod
+    async def _whole(self) -> Response:
+        """Generates the whole response."""
+
+    def _pieces(self, delta: Delta) -> list[Piece]:
+        """The pieces that a delta adds."""
+        self._output_tokens += len(delta.token_ids)
+        if self._thought is not None:
+            self._thought.feed(delta.token_ids)
+        text = "".join(delta.text)
+        self._characters += len(text)
+        pieces = self._parser.feed(text)
+        if delta.last is not None:
+            self._last = delta.last
+            pieces += self._parser.finish()
+        return pieces
+
+    def _note_call(self, call_id: str, name: str) -> None:
+        """Notes a call of a tool, which the program will answer."""
+        self._requests.note_tools(self._generating.wanted[0], {call_id: name})
+
+    @property
+    def _thought_tokens(self) -> int:
+        return 0 if self._thought is None else self._thought.tokens
+
+    @property
+    def _tenant(self) -> str:
+        return self._record.caller.name
 
 
 def parser_note(template: ChatTemplate, use: ToolUse | None, prompt: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class BatchRequest(Body):
     """POST /v1/batches. completion_window is accepted as asking for best-effort service."""
 
     input_file_id: Text
-    endpoint: Literal["/v1/completions", "/v1/chat/completions"]
+    endpoint: Literal["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
 

@@ -8,17 +8,18 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
 from fastapi import Response
 
-from jaxserve.sched.request import InvalidRequest, Request
+from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Caller
 from jaxserve.server.http.errors import record_of
 from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.answer_messages import (
     MessageDeltas,
+    PreparedChat,
     ended_message,
     message_parser,
     parser_note,
@@ -51,22 +52,6 @@ _MOST_ANSWERED, _MAX_CALL_ID = 16, 256
 at: none of the server's are longer."""
 
 
-class PreparedChat(NamedTuple):
-    """A chat's request, and how to read its answer.
-
-    Attributes:
-        wanted: the request.
-        note: from `parser_note`.
-        thought: the thought that the answer may begin with; None for none.
-        unenforced: places of the keywords in its schemas that the text is not held to.
-    """
-
-    wanted: list[Request]
-    note: dict[str, Any]
-    thought: ThoughtUse | None
-    unenforced: list[str]
-
-
 async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequest) -> Response:
     """The answer, whole or as a stream of events."""
     request_options.check_stream_options(body)
@@ -75,7 +60,12 @@ async def chat_response(context: RouteContext, body: ChatRequest, http: HttpRequ
 
 
 async def prepare_chat(
-    context: RouteContext, body: ChatRequest, caller: Caller, continues: Continues = ()
+    context: RouteContext,
+    body: ChatRequest,
+    caller: Caller,
+    continues: Continues = (),
+    *,
+    shorten: bool = False,
 ) -> PreparedChat:
     """The chat's request, ready to be submitted. Raises what `RouteContext.make_requests` does.
 
@@ -84,6 +74,8 @@ async def prepare_chat(
         body: the chat.
         caller: the client.
         continues: what it continues, beside the tool calls that it answers.
+        shorten: whether a limit of its tokens that leaves no room for the prompt is lowered, and
+            not refused.
     """
     context.requests.check_open()
     with request_options.naming_grammar_fields(body):
@@ -92,20 +84,28 @@ async def prepare_chat(
             await context.requests.check_grammar(use.otherwise, tenant=caller.name)
         if use is not None and "grammar" in held:
             await check_calls(context, use, held["grammar"], caller.name)
-    template = context.template
-    text = await asyncio.wrap_future(
-        await beside_if_tools(context, body, caller.name, render_chat, template, body, caller.name)
-    )
-    encode = functools.partial(context.requests.encode, tenant=caller.name)
     with _naming_chat_fields(body):
-        prompt = await context.template.encode(text, encode)
+        text, prompt = await chat_prompt(context, body, caller.name)
     note, thought = parser_note(context.template, use, text), thought_use(context, body, use, text)
-    sampling = {**_sampling(context, body, len(prompt)), **held}
+    sampling = {**_sampling(context, body, len(prompt), shorten=shorten), **held}
     sampling |= _parsed(context, note, thought, held="grammar" in sampling)
     with _naming_chat_fields(body):
         known = (*_answered_calls(body.messages), *continues)
         wanted = await context.make_requests(body, [prompt], sampling, caller, known)
     return PreparedChat(wanted, note, thought, places)
+
+
+async def chat_prompt(
+    context: RouteContext, body: ChatRequest | TokenizeRequest, tenant: str
+) -> tuple[str, list[int]]:
+    """The prompt of a chat: its text, as the template renders it, and its tokens. Raises
+    InvalidRequest."""
+    rendering = await beside_if_tools(
+        context, body, tenant, render_chat, context.template, body, tenant
+    )
+    text = await asyncio.wrap_future(rendering)
+    encode = functools.partial(context.requests.encode, tenant=tenant)
+    return text, await context.template.encode(text, encode)
 
 
 def _answered_calls(messages: Sequence[Message]) -> Iterator[tuple[str, str]]:
@@ -205,7 +205,9 @@ def render_chat(
     )
 
 
-def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> dict[str, Any]:
+def _sampling(
+    context: RouteContext, body: ChatRequest, prompt_tokens: int, *, shorten: bool = False
+) -> dict[str, Any]:
     fields = request_options.sampling_fields(body, context.sampling_defaults)
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs: true")
@@ -214,9 +216,10 @@ def _sampling(context: RouteContext, body: ChatRequest, prompt_tokens: int) -> d
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and limit != body.max_tokens:
         raise InvalidRequest("max_tokens", "contradicts max_completion_tokens")
-    fields["max_tokens"] = (
-        limit if limit is not None else context.requests.max_output_tokens(prompt_tokens)
-    )
+    room = context.requests.max_output_tokens(prompt_tokens)
+    if limit is None or (shorten and limit > room):
+        limit = room
+    fields["max_tokens"] = limit
     return fields
 
 

@@ -28,7 +28,7 @@ async def completion_response(
 ) -> Response:
     """The answer, whole or as a stream of events."""
     prompts = prompts_of(body)
-    wanted = await _wanted(context, body, prompts, record_of(http).caller)
+    wanted = await prepare_completion(context, body, prompts, record_of(http).caller)
     echo = [""] * len(prompts)
     if body.echo:
         decode = context.engine.decode
@@ -55,12 +55,20 @@ def prompts_in(value: Any, field_name: str, most: int) -> list[str | list[int]]:
     return list(value)
 
 
-async def _wanted(
+async def prepare_completion(
     context: RouteContext,
     body: CompletionRequest,
     prompts: Sequence[str | list[int]],
     caller: Caller,
 ) -> list[Request]:
+    """One request per prompt, ready to be submitted. Raises what `RouteContext.make_requests` does.
+
+    Args:
+        context: what the routes need.
+        body: the call's body.
+        prompts: its prompts.
+        caller: the client.
+    """
     request_options.check_stream_options(body)
     try:
         wanted = await context.make_requests(

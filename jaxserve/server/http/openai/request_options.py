@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -170,6 +171,20 @@ def naming_grammar_fields(body: Generation) -> Iterator[None]:
         of_calls = error.field_name.endswith(GrammarKind.LARK)
         where = "tools" if of_calls else grammar_field(body) or "tools"
         raise error.renamed(where) from None
+
+
+@contextmanager
+def renaming(names: Sequence[tuple[str, str]]) -> Iterator[None]:
+    """Makes errors of a chat name the fields of the call that it is made of. names: the chat's
+    fields, as regular expressions, and the call's, the longest first."""
+    try:
+        yield
+    except InvalidRequest as error:
+        for theirs, ours in names:
+            name, count = re.subn(rf"^(?:{theirs})(?=\.|$)", ours, error.field_name)
+            if count:
+                raise error.renamed(name) from None
+        raise
 
 
 def unenforced(body: Generation) -> list[str]:

@@ -16,6 +16,7 @@ from jaxserve.server.http.openai.schema import Generation, Targeted, predicted_t
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.engine_requests import EngineRequests, RequestFields
 from jaxserve.server.requests.pooling.scoring import NO_TOKENS, Scoring
+from jaxserve.server.requests.slo_classes import check_deadline
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.calls import special_tokens
 
@@ -116,6 +117,8 @@ class RouteContext:
         """
         adapter = self.adapter_of(body.model, caller)
         self.requests.check_open()
+        program = request_options.requested_program(body)
+        check_deadline(program, caller, request_options.PROGRAM_FIELDS[1])
         slo, slo_class = request_options.requested_targets(body)
         tier = request_options.requested_tier(body)
         if body.prompt_cache_key:
@@ -132,6 +135,6 @@ class RouteContext:
             caller=caller,
             prediction=predicted_text(body),
             model=adapter,
-            program=request_options.requested_program(body),
+            program=program,
             continues=continues,
         )

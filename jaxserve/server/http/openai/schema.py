@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -54,10 +56,19 @@ MAX_DESCRIPTION = 16_384
 """Most characters of a tool's description."""
 MAX_METADATA = 16
 _LAST_TOKEN_ID = (1 << 31) - 1
+_MOST = sys.float_info.max
+
+
+def _number(value: Any) -> Any:
+    """Takes an integer that no float can hold as infinite: the field's own limit refuses it."""
+    if type(value) is int and abs(value) > _MOST:
+        return math.inf if value > 0 else -math.inf
+    return value
+
 
 # Values of numbers (also NaN) and of token ids are checked later, where requests of all frontends
 # are checked.
-Number = Annotated[float, Field(strict=True)]
+Number = Annotated[float, BeforeValidator(_number), Field(strict=True)]
 
 
 def _whole(value: Any) -> Any:
@@ -65,6 +76,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+# Whole numbers with a limit of their own are checked there, too; others have so many bits.
+Whole = Annotated[int, BeforeValidator(_whole), Field(strict=True)]
 Int32 = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=-(1 << 31), le=(1 << 31) - 1)]
 Int64 = Annotated[int, BeforeValidator(_whole), Field(strict=True, ge=-(1 << 63), le=(1 << 63) - 1)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=_LAST_TOKEN_ID)]
@@ -299,7 +312,7 @@ class OneAnswer(Targeted):
 
     program: Text | None = None
     program_deadline_ms: Number | None = None
-    expected_calls: Int32 | None = None
+    expected_calls: Whole | None = None
     program_over: StrictBool | None = None
 
     temperature: Number | None = None
@@ -318,7 +331,7 @@ class OneAnswer(Targeted):
     ignore_eos: StrictBool | None = None
     deterministic: StrictBool | None = None  # our own
     stop_token_ids: (
-        Annotated[list[Int32], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
+        Annotated[list[Whole], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None
     ) = None
     # The format of the text, as in vLLM.
     structured_outputs: StructuredOutputs | None = None
@@ -330,7 +343,7 @@ class OneAnswer(Targeted):
 class Generation(OneAnswer):
     """The common fields of completions and chats."""
 
-    n: Int32 | None = 1
+    n: Whole | None = 1
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
 
@@ -340,9 +353,9 @@ class CompletionRequest(Generation):
 
     prompt: Prompt
     max_tokens: Int32 | None = 16
-    logprobs: Int32 | None = None
+    logprobs: Whole | None = None
     echo: StrictBool | None = False
-    best_of: Int32 | None = None
+    best_of: Whole | None = None
     suffix: Literal[""] | None = None  # inserting into a text is not supported
 
 
@@ -429,6 +442,9 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+Parameters = Annotated[dict[str, Any], AfterValidator(_parameters)]
+
+
 class FunctionTool(Body):
     """A function that the model may ask for. parameters: JSON Schema of its arguments, which are an
     object; without it, the function takes no arguments. strict: whether the arguments always match
@@ -436,7 +452,7 @@ class FunctionTool(Body):
 
     name: ToolName
     description: Annotated[Text, Field(max_length=MAX_DESCRIPTION)] | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
+    parameters: Parameters | None = None
     strict: StrictBool | None = None
 
 
@@ -494,7 +510,7 @@ def short_together(tools: Any) -> Any:
     for tool in tools if isinstance(tools, list) else ():
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if isinstance(function, dict):
-            size += len(compact(function.get("parameters", {})))
+            size += len(compact(function.get("parameters", function.get("input_schema"))))
             size += len(about) if isinstance(about := function.get("description"), str) else 0
         if size > MAX_TOOLS_TEXT:
             problem = f"have more than {MAX_TOOLS_TEXT:,} characters"
@@ -601,7 +617,7 @@ class ChatRequest(Generation):
     max_tokens: Int32 | None = None
     max_completion_tokens: Int32 | None = None
     logprobs: StrictBool | None = False
-    top_logprobs: Int32 | None = None
+    top_logprobs: Whole | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None

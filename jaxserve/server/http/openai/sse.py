@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.server.http.errors import as_api_error
 from jaxserve.server.requests.call_outcome import CallRecord
 
+SSE, NDJSON = STREAMS = ("text/event-stream", "application/x-ndjson")
 DONE = b"data: [DONE]\n\n"
 
 
@@ -28,12 +29,18 @@ class EventStream(StreamingResponse):
     Args:
         events: the events.
         on_end: called once the response is over, even if nothing was sent.
+        media_type: of the events; one of STREAMS.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        on_end: Callable[[], None],
+        media_type: str = SSE,
+    ) -> None:
         super().__init__(
             events,
-            media_type="text/event-stream",
+            media_type=media_type,
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
         self._on_end = on_end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 from collections.abc import Sequence
 
@@ -103,6 +104,11 @@ async def _outputs(
         problem = f"{len(wanted)} vectors of {width} numbers; at most {MAX_VALUES:,} numbers"
         raise InvalidRequest(field_name, f"{problem} are told in a call, so send fewer at once")
     return await PooledCall(requests, wanted, record).outputs()
+
+
+def vector_base64(vector: np.ndarray) -> str:
+    """The vector as base64 of little-endian float32 numbers."""
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
 def pooled(output: Output) -> np.ndarray:

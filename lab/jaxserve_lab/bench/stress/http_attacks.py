@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxserve_lab.bench.stress import http_calls
 from jaxserve_lab.bench.stress.attacks import MIB, Tried
-from jaxserve_lab.bench.stress.http_calls import CHAT, COMPLETIONS
+from jaxserve_lab.bench.stress.http_calls import CHAT, COMPLETIONS, MESSAGES, OLLAMA
 from jaxserve_lab.bench.stress.server_process import Victim
 
 SILENT, OPEN_FILES = 1024, 1024  # connections, and files of the server
@@ -24,6 +24,7 @@ _SURROGATES = ("\ud800", "a\udfff", "\udc00\ud800")
 _STRINGS = (*_SURROGATES, "\0", "\x1b[31m", "\u202e", "e\u0301" * 500, "\U0010ffff")
 _TEXTS = ("request_id", "user", "stop", "slo_class")
 _USER = {"role": "user"}
+_BLOCKS = b'{"max_tokens":2,"messages":[{"role":"user","content":['
 _LISTS_WITHIN_TEXT = json.dumps(
     {
         "role": "assistant",
@@ -70,14 +71,28 @@ def strings(server: Victim) -> Tried:
             (COMPLETIONS, {"prompt": text}),
             (CHAT, {"messages": [message]}),
             (CHAT, {"messages": [{**message, "role": text}]}),
+            *((MESSAGES, body) for body in _messages(text)),
+            (OLLAMA, {"messages": [message], "format": text}),
+            (OLLAMA, {"messages": [{**message, "tool_name": text}], "keep_alive": text}),
             ("/tokenize", {"prompt": text}),
         ]
         for path, body in calls:
-            short = {} if path == "/tokenize" else {"max_tokens": 2}
+            few = {OLLAMA: {"options": {"num_predict": 2}}, "/tokenize": {}}
+            short = few.get(path, {"max_tokens": 2})
             status = _try(server, tried, path, {**body, **short})
             tried.expect(status < 500, f"{path}: {status} for {list(body)} of {text[:9]!r}")
     _serves(server, tried)
     return tried
+
+
+def _messages(text: str) -> Iterator[dict[str, Any]]:
+    """Messages with this in each place for a string."""
+    use = {"type": "tool_use", "id": text, "name": text, "input": {text: text}}
+    result = {"type": "tool_result", "tool_use_id": text, "content": text, "is_error": True}
+    turns = [{**_USER, "content": "a"}, {"role": "assistant", "content": [use]}]
+    yield {"messages": [*turns, {**_USER, "content": [result]}]}
+    yield {"messages": turns[:1], "system": [{"type": "text", "text": text}]}
+    yield {"messages": turns[:1], "metadata": {"user_id": text}, "stop_sequences": [text]}
 
 
 def integers(server: Victim) -> Tried:
@@ -90,6 +105,13 @@ def integers(server: Victim) -> Tried:
     for name, value in fields.items():
         status = _try(server, tried, COMPLETIONS, {"prompt": "x", "max_tokens": 2, name: value})
         tried.expect(status == 400, f"{name} of 400 digits got {status}")
+    message = {**_USER, "content": "x"}
+    for told in ({"max_tokens": large}, {"thinking": {"type": "enabled", "budget_tokens": large}}):
+        status = _try(server, tried, MESSAGES, {"messages": [message], "max_tokens": 2, **told})
+        tried.expect(status == 400, f"{told.keys()} of 400 digits got {status}")
+    for name in ("num_predict", "seed", "top_k", "num_ctx"):
+        status = _try(server, tried, OLLAMA, {"messages": [message], "options": {name: large}})
+        tried.expect(status == 400, f"options.{name} of 400 digits got {status}")
     _serves(server, tried)
     return tried
 
@@ -103,6 +125,14 @@ def bodies(server: Victim) -> Tried:
             (CHAT, b'{"messages":[', b'{"role":"user","content":"a"},', b'{"role":"user"}]}'),
             (CHAT, b'{"messages":[', b"[", b""),
             (CHAT, b'{"messages":[', _LISTS_WITHIN_TEXT + b",", b'{"role":"user"}]}'),
+            (MESSAGES, _BLOCKS, b'{"type":"text","text":"a"},', b"1]}]}"),
+            (MESSAGES, _BLOCKS, b'{"type":"tool_use","input":' + b'{"a":' * 99, b""),
+            (
+                OLLAMA,
+                b'{"messages":[',
+                b'{"role":"user","content":"a"},',
+                b'{"role":"user","x":1}]}',
+            ),
             (COMPLETIONS, b'{"prompt":[', b"1,", b"1]}"),
             (COMPLETIONS, b'{"prompt":[', b"1.2345678901234567e-300,", b"1]}"),
             (COMPLETIONS, b'{"prompt":[', b"1" * 4300 + b",", b"1]}"),

@@ -8,7 +8,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, MESSAGES = "/v1/completions", "/v1/chat/completions", "/v1/messages"
+OLLAMA = "/api/chat"
 _PATIENCE_S = 120.0
 _MARK = "a mark of parts"
 

@@ -11,7 +11,8 @@ from jaxserve_lab.compile_check.analysis import hlo
 
 # Our kernels in which the order of a row's sums depends only on the row, for given shapes. Others
 # split contexts by the rest of the batch, or run for some rows only.
-ATTENTION = {"paged_uncut", "paged_prefill"}  # the latter on TPUs; on GPUs merge_parts follows it
+# paged_prefill on TPUs; on GPUs merge_parts follows it.
+ATTENTION = {"paged_uncut", "latent_uncut", "paged_prefill"}
 PRODUCTS = {"by_group", "grouped_matmul"}
 GROUPED = {"ragged-dot-none", "ragged-dot-metadata"}  # XLA's for TPUs, with tiles of one size
 COPIES = {"pool_write", "paged_put", "put_scales"}

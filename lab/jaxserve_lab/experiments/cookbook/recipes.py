@@ -29,8 +29,8 @@ class Recipe:
 
 
 _WINDOWS = (
-    "All layers share a request's blocks, so blocks behind a sliding window are kept; the log at "
-    "start says what that costs."
+    "Layers with a sliding window give blocks behind it back if others have none; the log at start "
+    "says how much is kept."
 )
 _NO_HIDDEN = "Hidden caches ([aptserve.md](../aptserve.md)) are refused."
 _EXPERTS = (
@@ -155,7 +155,7 @@ RECIPES: dict[str, Recipe] = {
             ),
             ("jaxserve serve openai/gpt-oss-20b --config.mesh.tensor=2", "wide, on two devices"),
         ),
-        presets=("gpt-oss-20b",),
+        presets=("gpt-oss-20b", "gpt-oss-120b"),
         measured=(),
         notes=("MXFP4 is made wide as it is read; the log says what memory that takes.", _WINDOWS),
         limits=(
@@ -165,17 +165,34 @@ RECIPES: dict[str, Recipe] = {
         ),
     ),
     "deepseek": Recipe(
-        title="DeepSeek V2",
+        title="DeepSeek V2 and V3, Kimi K2",
         commands=(
             ("jaxserve serve deepseek-ai/DeepSeek-V2-Lite-Chat", "from the Hugging Face Hub"),
+            ("jaxserve serve deepseek-ai/DeepSeek-V3 --config.mesh.tensor=16", "on 16 H200"),
         ),
-        presets=("deepseek-v2-lite",),
+        presets=("deepseek-v2-lite", "deepseek-v3", "kimi-k2"),
         measured=(),
         notes=(
-            "The cache has K and V of each head whole, 10.7 times what the latent vectors would "
-            "take: see [models.md](../models.md).",
+            "The cache has latent vectors, a tenth of what K and V of each head would take: see "
+            "[models.md](../models.md).",
             *_EXPERTS,
         ),
-        limits=("DeepSeek V3 is refused.", "`norm_topk_prob` is refused.", _NO_HIDDEN),
+        limits=(
+            "Weights of 8 bits are made wide as they are read, and take twice their memory.",
+            "Layers for multi-token prediction are skipped.",
+            "Kimi K2 needs a `tokenizer.json`; its own tokenizer is a tiktoken file.",
+            _NO_HIDDEN,
+        ),
+    ),
+    "glm": Recipe(
+        title="GLM 4.5",
+        commands=(
+            ("jaxserve serve zai-org/GLM-4.5-Air --config.mesh.tensor=2", "on two H200"),
+            ("jaxserve serve zai-org/GLM-4.5 --config.mesh.tensor=8", "on eight"),
+        ),
+        presets=("glm-4.5-air", "glm-4.5"),
+        measured=(),
+        notes=_EXPERTS,
+        limits=("Layers for multi-token prediction are skipped.", _NO_HIDDEN),
     ),
 }

@@ -13,11 +13,12 @@ from unittest import mock
 import numpy as np
 
 from jaxserve.sched.plan import BatchPlan
-from jaxserve.sched.policies.goodput import filling, goodput
-from jaxserve.sched.policies.goodput.feasibility import InTime
+from jaxserve.sched.policies.goodput import fairness, filling, goodput
 from jaxserve.sched.policies.goodput.filling import GoodputFilling
 from jaxserve.sched.policies.goodput.goodput import Goodput
+from jaxserve.sched.policies.goodput.outlook import Lengths
 from jaxserve.sched.policies.goodput.pausing import Memory
+from jaxserve.sched.policies.goodput.prices import Prices
 from jaxserve.sched.policy import View
 from jaxserve.sched.registry import register
 
@@ -49,10 +50,10 @@ def _newest_first(memory: Memory) -> np.ndarray:
     return memory._left
 
 
-def _by_deadline(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float) -> InTime:
+def _by_deadline(due: np.ndarray, cost: np.ndarray, worth: np.ndarray, begin: float) -> np.ndarray:
     """All that could be in time, the first due first."""
     order = np.argsort(due, kind="stable")
-    return InTime(order[worth[order] > 0], 0)
+    return order[worth[order] > 0]
 
 
 def _nobody(_: GoodputFilling, decodes: np.ndarray) -> np.ndarray:
@@ -78,9 +79,21 @@ def no_patience() -> Goodput:
     return Goodput(patience=NEVER)
 
 
+def _all_affordable(_: Prices, rows: np.ndarray, worth: np.ndarray) -> np.ndarray:
+    """Which prompts are worth their time: all."""
+    return np.ones(len(rows), bool)
+
+
+def _ends(_: Lengths, view: View, rows: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """How likely outputs end within some tokens: surely."""
+    return np.ones(len(rows))
+
+
+_without("no_prices", lambda: mock.patch.object(Prices, "affordable", _all_affordable))
+_without("no_bounded_time", lambda: mock.patch.object(fairness, "TIME", 1.0))
+_without("no_ends", lambda: mock.patch.object(Lengths, "ends", _ends))
 _without("no_loss", lambda: mock.patch.object(Memory, "_pausable", _newest_first))
 _without("no_moore", lambda: mock.patch.object(filling, "in_time", _by_deadline))
-_without("no_leaving_out", lambda: mock.patch.object(filling, "left_out", lambda *_: 0))
 _without("no_return", lambda: mock.patch.object(Memory, "_back_in_time", lambda _, some: some))
 _without("no_hopeless_last", lambda: mock.patch.object(GoodputFilling, "_hopeless", _nobody))
 _without("no_whole_prompts", lambda: mock.patch.object(GoodputFilling, "_short", False))
@@ -90,6 +103,11 @@ _without("no_headroom", lambda: mock.patch.object(goodput, "_headroom", lambda _
 _without("no_step_end", lambda: mock.patch.object(View, "step_end", lambda _, now: now))
 PARTS = (
     *("no_hidden", "no_swaps", "no_patience", "no_loss", "no_moore", "no_whole_prompts"),
-    *("no_putting_off", "no_slack", "no_headroom", "no_step_end", "no_leaving_out"),
-    *("no_return", "no_hopeless_last"),
+    *(
+        "no_putting_off",
+        "no_slack",
+        "no_headroom",
+        "no_step_end",
+    ),
+    *("no_return", "no_hopeless_last", "no_prices", "no_bounded_time", "no_ends"),
 )

@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Rule
 from jaxserve.sched.slo.metrics import attained
+from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.settings import EngineOptions, RunOptions
 from jaxserve.simulator.simulator import default_limits, simulate
 from jaxserve.simulator.systems.systems import system
@@ -69,8 +70,8 @@ class ProgramNumbers:
     goodput: float
 
 
-def run(case: ProgramCase) -> ProgramNumbers:
-    """The numbers of a simulation. ValueError if it is impossible."""
+def simulated(case: ProgramCase, *, record_rows: bool = False) -> SimulationResult:
+    """The simulation of a case. ValueError if it is impossible."""
     place = system(PLACE)
     workload = make_workload(case.workload, case.load, case.seed, place, case.share)
     limits = default_limits(
@@ -80,8 +81,13 @@ def run(case: ProgramCase) -> ProgramNumbers:
     engine = EngineOptions(
         limits=limits, host_tokens=host, prefix_caching=True, retention=case.retention
     )
-    options = RunOptions(seed=case.seed, compiling=say_compiling)
-    result = simulate(case.policy, workload, place, engine=engine, run=options)
+    options = RunOptions(seed=case.seed, compiling=say_compiling, record_rows=record_rows)
+    return simulate(case.policy, workload, place, engine=engine, run=options)
+
+
+def run(case: ProgramCase) -> ProgramNumbers:
+    """The numbers of a simulation. ValueError if it is impossible."""
+    result = simulated(case)
     programs, requests = result.programs, result.requests
     assert programs is not None
     slowdown = programs.slowdown[programs.finished]

@@ -31,9 +31,11 @@ ENTRANTS = (
     Entrant("continuum", "ttl"),
     Entrant("thunderagent"),
     Entrant("hexagent"),
+    Entrant("hexagent", "ttl"),
     Entrant("goodput"),
     Entrant("qoserve"),
     Entrant("slidingserve"),
+    Entrant("slidingserve", "ttl"),
     Entrant("sarathi"),
 )
 

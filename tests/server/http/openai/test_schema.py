@@ -40,6 +40,15 @@ PATHS = [
     ("DELETE", "/v1/responses/{response_id}"),
     ("POST", "/v1/responses/{response_id}/cancel"),
     ("GET", "/v1/responses/{response_id}/input_items"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
+    ("POST", "/api/embed"),
+    ("POST", "/api/show"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
+    ("GET", "/api/version"),
     ("POST", "/v1/embeddings"),
     ("POST", "/pooling"),
     ("POST", "/score"),
@@ -101,16 +110,18 @@ def test_no_call_is_the_servers_fault(
 
 
 FEW = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "stream", "n")
+FEW += ("system", "thinking", "output_config", "cache_control")
 
 
-def test_chats_that_may_be_served(document: Any) -> None:
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+def test_chats_that_may_be_served(document: Any, path: str) -> None:
     """Of all fields at once, one is always wrong."""
 
     def few(body: dict[str, Any]) -> dict[str, Any]:
         asked = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
         return asked | {name: body[name] for name in FEW if name in body}
 
-    assert calls(document["/v1/chat/completions"]["POST"], GenerationMode.POSITIVE, few)[200]
+    assert calls(document[path]["POST"], GenerationMode.POSITIVE, few)[200]
 
 
 def calls(
@@ -138,7 +149,12 @@ def calls(
         found[response.status_code] += 1
         if response.status_code >= 400:
             error = response.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"}
+            if operation.path.startswith("/api/"):
+                assert error and isinstance(error, str)
+                return
+            anthropics = operation.path.startswith("/v1/messages")
+            fields = {"message", "type"} if anthropics else {"message", "type", "param", "code"}
+            assert set(error) == fields
             assert error["message"]
 
     check()

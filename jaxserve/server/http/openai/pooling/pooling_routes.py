@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Response
 from fastapi import Request as HttpRequest
@@ -30,7 +29,7 @@ from jaxserve.server.http.openai.schema import Targeted
 from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.requests.engine_requests import INLINE_LENGTH
 from jaxserve.server.requests.pooling.pooled_call import MAX_INPUTS
-from jaxserve.server.requests.pooling.pooled_outputs import pooled, scores, vectors
+from jaxserve.server.requests.pooling.pooled_outputs import pooled, scores, vector_base64, vectors
 from jaxserve.server.requests.pooling.scoring import Pair, pairs_of
 
 _INLINE_VALUES = 2048
@@ -43,12 +42,12 @@ def add_pooling_routes(app: FastAPI, context: RouteContext) -> None:
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest, http: HttpRequest) -> Response:
         """A vector for each text."""
-        return await _vectors(context, body, http, "embedding", "embedding")
+        return await vectors_response(context, body, http, _form("embedding", "embedding"))
 
     @app.post("/pooling")
     async def pooling(body: EmbeddingRequest, http: HttpRequest) -> Response:
         """Vectors in the format of vLLM."""
-        return await _vectors(context, body, http, "pooling", "data")
+        return await vectors_response(context, body, http, _form("pooling", "data"))
 
     async def score(body: ScoreRequest, http: HttpRequest) -> Response:
         """Scores of pairs of texts."""
@@ -125,9 +124,13 @@ class _Pooled:
 
     def usage(self) -> dict[str, Any]:
         """The last field of an answer."""
-        tokens, cached = self._record.prompt_tokens, self._record.cached_tokens
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return {"usage": {**usage, "prompt_tokens_details": {"cached_tokens": cached}}}
+        return _usage(self._record)
+
+
+def _usage(record: CallRecord) -> dict[str, Any]:
+    tokens, cached = record.prompt_tokens, record.cached_tokens
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    return {"usage": {**usage, "prompt_tokens_details": {"cached_tokens": cached}}}
 
 
 def _pairs(body: ScoreRequest) -> list[Pair]:
@@ -139,17 +142,52 @@ def _pairs(body: ScoreRequest) -> list[Pair]:
     return pairs_of(first, second, name)
 
 
-async def _vectors(
-    context: RouteContext, body: EmbeddingRequest, http: HttpRequest, kind: str, name: str
+class VectorsForm(NamedTuple):
+    """The form of an answer with vectors.
+
+    Attributes:
+        name: field with the list of entries.
+        head: the other fields, of the model's name and the call's record.
+        entry: an entry, of its place, its vector in JSON's types, and its output.
+    """
+
+    name: str
+    head: Callable[[str, CallRecord], dict[str, Any]]
+    entry: Callable[[int, Any, Output], Any]
+
+
+def _form(kind: str, name: str) -> VectorsForm:
+    """OpenAI's and vLLM's. kind: `object` of an entry. name: name of its field with the vector."""
+
+    def head(model: str, record: CallRecord) -> dict[str, Any]:
+        named = {"id": f"embd-{record.request_id}", "created": int(time.time())}
+        return {**named, "model": model, "object": "list", **_usage(record)}
+
+    def entry(place: int, vector: Any, output: Output) -> dict[str, Any]:
+        return {"object": kind, "index": place, **slo_fields(output), name: vector}
+
+    return VectorsForm("data", head, entry)
+
+
+async def vectors_response(
+    context: RouteContext, body: EmbeddingRequest, http: HttpRequest, form: VectorsForm
 ) -> Response:
-    """kind: `object` of an entry. name: name of its field with the vector."""
+    """The vectors of a call's inputs.
+
+    Args:
+        context: what the routes need.
+        body: the call's body.
+        http: the call.
+        form: the answer's form.
+    """
     info, answer = context.requests.info(), _Pooled(context, body, http)
     tenant = record_of(http).caller.name
     pooling = info.pooling.with_own(body.pooling, body.normalize, body.dimensions)
     width = pooling.dimensions or info.d_model
     outputs = await answer.vectors(prompts_in(body.input, "input", MAX_INPUTS), pooling)
-    fields = {**answer.head("embd"), "object": "list", **answer.usage()}
-    pieces = _pieces(fields, outputs, kind, name, base=body.encoding_format == "base64")
+    record = record_of(http)
+    fields = form.head(record.requests[0].adapter or context.model, record)
+    pieces = _pieces(fields, outputs, form, base=body.encoding_format == "base64")
     if len(outputs) * width <= _INLINE_VALUES:
         return Response(b"".join(pieces), media_type="application/json")
 
@@ -161,15 +199,14 @@ async def _vectors(
 
 
 def _pieces(
-    fields: dict[str, Any], outputs: Sequence[Output], kind: str, name: str, *, base: bool
+    fields: dict[str, Any], outputs: Sequence[Output], form: VectorsForm, *, base: bool
 ) -> Iterator[bytes]:
     """The answer's JSON, vector by vector."""
-    begin = to_json(fields)[:-1] + b',"data":['
+    begin = to_json(fields)[:-1] + b',"%s":[' % form.name.encode()
     for place, output in enumerate(outputs):
         vector = pooled(output)
-        encoded: Any = base64.b64encode(vector.astype("<f4").tobytes()) if base else vector.tolist()
-        entry = {"object": kind, "index": place, **slo_fields(output), name: encoded}
-        yield begin + to_json(entry)
+        encoded: Any = vector_base64(vector) if base else vector.tolist()
+        yield begin + to_json(form.entry(place, encoded, output))
         begin = b","
     yield b"]}"
 

@@ -10,13 +10,11 @@ from fastapi import Request as HttpRequest
 from fastapi import Response
 from pydantic_core import to_json
 
-from jaxserve.engine.output import FinishReason, Output
-from jaxserve.server.http.errors import ApiError, as_api_error, record_of
-from jaxserve.server.http.openai.answer_messages import message_parser
-from jaxserve.server.http.openai.chat import PreparedChat
+from jaxserve.engine.output import FinishReason
+from jaxserve.server.http.errors import ApiError, as_api_error
+from jaxserve.server.http.openai.answer_messages import ParsedAnswer, PreparedChat
 from jaxserve.server.http.openai.choices import GIVEN_UP, INLINE_BYTES, finish_fields, with_raw
 from jaxserve.server.http.openai.logprobs import chat_logprobs
-from jaxserve.server.http.openai.multi_prompt import Generating, unless_gone
 from jaxserve.server.http.openai.responses.conversation import Conversation
 from jaxserve.server.http.openai.responses.output_items import (
     Event,
@@ -34,7 +32,7 @@ from jaxserve.server.tools.calls import Content, Piece
 _CUT = "max_output_tokens"
 
 
-class ResponseAnswer:
+class ResponseAnswer(ParsedAnswer):
     """The response to one call. Creating it submits the request.
 
     Args:
@@ -55,26 +53,14 @@ class ResponseAnswer:
         store: ResponseStore | None,
         http: HttpRequest,
     ) -> None:
-        self._engine, self._requests, self._http = context.engine, context.requests, http
         self._conversation, self._store = conversation, store
         self._id, self._head = str(fields["id"]), to_json(fields)
-        self._parser = message_parser(context.template, prepared.note)
-        self._thought = None if prepared.thought is None else prepared.thought.count()
         asked = prepared.wanted[0].sampling.logprobs is not None
         self._logprobs = JsonList() if asked else None
         self._untold: list[Any] = []  # log-probabilities of tokens without text so far
         self._left_out = 0  # log-probabilities of thoughts
         self._items = OutputItems(context.template.tool_format.new_id, self._logprobs)
-        self._characters = self._output_tokens = 0
-        self._last: Output | None = None
-        self._generating = Generating(context.requests, prepared.wanted, record_of(http))
-
-    async def whole(self) -> Response:
-        """The whole response."""
-        try:
-            return await unless_gone(self._http, self._whole())
-        finally:
-            self._generating.end()
+        super().__init__(context, prepared, http)
 
     def stream(self) -> Response:
         """The response as a stream of events."""
@@ -106,7 +92,7 @@ class ResponseAnswer:
             api_error = as_api_error(error)
             if api_error is None:
                 raise
-            api_error.note(self._generating.record)
+            api_error.note(self._record)
             problem = {"code": api_error.code, "message": str(api_error), "param": api_error.param}
             yield events.told("error", to_json({"type": "error", **problem}))
             failed = {"code": _error_code(api_error), "message": str(api_error)}
@@ -116,29 +102,16 @@ class ResponseAnswer:
 
     def _news(self, delta: Delta) -> Iterator[Event]:
         """The events of a delta."""
-        self._output_tokens += len(delta.token_ids)
-        if self._thought is not None:
-            self._thought.feed(delta.token_ids)
-        text = "".join(delta.text)
-        self._characters += len(text)
-        pieces = self._parser.feed(text)
-        if delta.last is not None:
-            self._last = delta.last
-            pieces += self._parser.finish()
+        pieces = self._pieces(delta)
         for event in self._items.add(pieces, self._new_logprobs(delta, pieces)):
-            self._note_tools(event)
+            item = event.get("item", {})
+            if event["type"] == "response.output_item.added" and item["type"] == "function_call":
+                self._note_call(item["call_id"], item["name"])
             yield event
         if delta.last is not None:
             if self._logprobs is not None:
                 self._logprobs.extend(self._untold)
             yield from self._items.finish(self._status)
-
-    def _note_tools(self, event: Event) -> None:
-        """Notes the call that begins with an event, if one does."""
-        item = event.get("item", {})
-        if event["type"] == "response.output_item.added" and item["type"] == "function_call":
-            tools = {item["call_id"]: item["name"]}
-            self._requests.note_tools(self._generating.wanted[0], tools)
 
     def _new_logprobs(self, delta: Delta, pieces: Sequence[Piece]) -> list[Any]:
         """Log-probabilities of the text in the pieces. Thoughts and their markers have none."""
@@ -211,10 +184,6 @@ class ResponseAnswer:
         turn = StoredResponse(self._id, whole, had.input_items, read, count, had.previous, request)
         return store.put(self._tenant, turn)
 
-    @property
-    def _tenant(self) -> str:
-        return self._generating.record.caller.name
-
     def _response(
         self, status: str, output: Sequence[Mapping[str, Any]] = (), **fields: Any
     ) -> bytes:
@@ -224,13 +193,12 @@ class ResponseAnswer:
         return with_raw(self._head, {**raw, "output": self._json(output)})
 
     def _usage(self) -> dict[str, Any]:
-        record = self._generating.record
-        thought = 0 if self._thought is None else self._thought.tokens
+        record = self._record
         return {
             "input_tokens": record.prompt_tokens,
             "input_tokens_details": {"cached_tokens": record.cached_tokens},
             "output_tokens": self._output_tokens,
-            "output_tokens_details": {"reasoning_tokens": thought},
+            "output_tokens_details": {"reasoning_tokens": self._thought_tokens},
             "total_tokens": record.prompt_tokens + self._output_tokens,
         }
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from jaxserve.sched.request import InvalidRequest
@@ -31,8 +29,7 @@ _SHARED = {
     *OneAnswer.model_fields,
     *("parallel_tool_calls", "top_logprobs", "chat_template_kwargs", "thinking_token_budget"),
 }
-# Fields of chats, by the names of the same fields in responses, the longest first.
-_NAMES = (
+NAMES = (
     (r"max_completion_tokens|max_tokens", "max_output_tokens"),
     (r"response_format\.json_schema\.schema", "text.format.schema"),
     (r"response_format", "text.format"),
@@ -41,6 +38,7 @@ _NAMES = (
     (r"reasoning_effort", "reasoning.effort"),
     (r"prompt|messages", "input"),
 )
+"""Fields of chats, and of responses, for `renaming`."""
 
 
 def as_chat(body: ResponseRequest, messages: Sequence[Message], *, strict: bool) -> ChatRequest:
@@ -70,20 +68,6 @@ def as_chat(body: ResponseRequest, messages: Sequence[Message], *, strict: bool)
         response_format=_format(body.text.format if body.text else None),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
     )
-
-
-@contextmanager
-def naming_response_fields() -> Iterator[None]:
-    """Makes errors of the chat name the field of the response."""
-    try:
-        yield
-    except InvalidRequest as error:
-        name = error.field_name
-        for theirs, ours in _NAMES:
-            name, count = re.subn(rf"^(?:{theirs})(?=\.|$)", ours, name)
-            if count:
-                raise error.renamed(name) from None
-        raise
 
 
 def is_strict(tool: ResponseTool, default: bool) -> bool:

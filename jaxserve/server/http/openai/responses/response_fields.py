@@ -5,21 +5,28 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import SamplingParams, Tier
 from jaxserve.server.http.openai.request_options import SERVED_AS
 from jaxserve.server.http.openai.responses.chat_request import is_strict
 from jaxserve.server.http.openai.responses.schema import NamedTool, ResponseRequest
 
 
 def asked_fields(
-    response_id: str, body: ResponseRequest, request: Request, model: str, *, strict: bool
+    response_id: str,
+    body: ResponseRequest,
+    tier: Tier,
+    sampling: SamplingParams,
+    model: str,
+    *,
+    strict: bool,
 ) -> dict[str, Any]:
     """The fields of a response that are known before it is generated.
 
     Args:
         response_id: its id.
         body: the call's body.
-        request: the engine's request.
+        tier: the request's tier.
+        sampling: its sampling parameters.
         model: name of the model or adapter.
         strict: whether tools that do not say so are strict.
     """
@@ -43,8 +50,8 @@ def asked_fields(
             "summary": None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": SERVED_AS[request.tier],
-        "temperature": request.sampling.temperature,
+        "service_tier": SERVED_AS[tier],
+        "temperature": sampling.temperature,
         "text": {
             "format": form or {"type": "text"},
             "verbosity": None if text is None else text.verbosity,
@@ -52,7 +59,7 @@ def asked_fields(
         "tool_choice": _given(choice) if isinstance(choice, NamedTool) else choice or "auto",
         "tools": tools,
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": request.sampling.top_p,
+        "top_p": sampling.top_p,
         "truncation": "disabled",
         "user": body.user,
     }

@@ -9,9 +9,11 @@ from fastapi import FastAPI, Query, Request, Response
 
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.http.errors import ApiError, record_of
-from jaxserve.server.http.openai.chat import PreparedChat, prepare_chat
+from jaxserve.server.http.openai.answer_messages import PreparedChat
+from jaxserve.server.http.openai.chat import prepare_chat
+from jaxserve.server.http.openai.request_options import renaming
 from jaxserve.server.http.openai.responses.answer import ResponseAnswer
-from jaxserve.server.http.openai.responses.chat_request import as_chat, naming_response_fields
+from jaxserve.server.http.openai.responses.chat_request import NAMES, as_chat
 from jaxserve.server.http.openai.responses.conversation import (
     Conversation,
     read_conversation,
@@ -95,12 +97,12 @@ async def _created(
     response_id = new_id("resp")
     if body.request_id is None:  # the id that logs and traces have
         body.request_id = response_id
-    with naming_response_fields():
+    with renaming(NAMES):
         strict, prepared = await _prepared(context, body, conversation, http)
-    record_of(http).unenforced = prepared.unenforced
     (request,) = prepared.wanted
     model = request.adapter or context.model
-    fields = asked_fields(response_id, body, request, model, strict=strict)
+    asked = request.tier, request.sampling, model
+    fields = asked_fields(response_id, body, *asked, strict=strict)
     kept = None if body.store is False else store
     answer = ResponseAnswer(context, prepared, conversation, fields, kept, http)
     return answer.stream() if body.stream else await answer.whole()

@@ -27,6 +27,7 @@ from jaxserve.server.http.openai.schema import (
     OneAnswer,
     Text,
     TextPart,
+    Whole,
     different_names,
     known_choice,
     short_together,
@@ -262,7 +263,7 @@ class ResponseRequest(OneAnswer):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: Annotated[list[_Include], Field(max_length=8, fail_fast=True)] | None = None
-    top_logprobs: Int32 | None = None
+    top_logprobs: Whole | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None

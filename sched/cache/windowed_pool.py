@@ -1,0 +1,240 @@
+"""A block pool in which groups of layers with a sliding window give blocks behind it back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxserve.sched.cache.block_pool import BlockPool
+from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane
+from jaxserve.sched.cache.cache_kinds import KV, LEFT
+from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.window_groups import WindowGroups, longest_in, peak_blocks
+from jaxserve.sched.cache.windowed_prefix_cache import WindowedPrefixCache
+from jaxserve.sched.row_columns import grow_columns
+
+_PAIR = int(PLANES[KV])
+
+
+class WindowedPool(BlockPool):
+    """A `BlockPool` with a group of layers without a window, to which everything there applies, and
+    groups with one. All groups take blocks from the same free ones. Caches are K and V, filled from
+    the left, and blocks are neither lent nor copied.
+
+    Args:
+        num_blocks, block_size, max_owners, width, cache: See `BlockPool`.
+        groups: The groups with a window.
+        ahead: Most tokens that a request computes in a step.
+
+    Attributes:
+        most: Most blocks a plane that a row holds in a group with a window.
+        tables: int32 [max_owners, 2 + groups.planes, width]: K and V of each group. All are indexed
+            from the first token on; ids behind a window are stale.
+        first, ends: int64 [max_owners]. In the groups with a window, a row holds its blocks from
+            first to ends, exclusive.
+    """
+
+    groups: WindowGroups
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_owners: int,
+        width: int,
+        cache: WindowedPrefixCache | None = None,
+        *,
+        groups: WindowGroups,
+        ahead: int,
+    ) -> None:
+        super().__init__(num_blocks, block_size, max_owners, width, cache)
+        self.groups, self.ahead = groups, ahead
+        self.tables = np.zeros((max_owners, _PAIR + groups.planes, width), np.int32)
+        self.first, self.ends = np.zeros((2, max_owners), np.int64)
+        self.most = groups.most(block_size, ahead)
+        self._in_windows = 0  # blocks in use there, shared ones once
+        self._own_there = np.zeros(max_owners, np.int64)  # of them, those that only the row holds
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the pool has room for, in requests of full length or a shorter one."""
+        alone = longest_in(self.num_blocks, self.block_size, self.groups, self.ahead)
+        return min(alone, self._whole(self.num_blocks)) if alone >= self._longest else alone
+
+    @property
+    def num_free_kv(self) -> int:
+        """See `BlockPool`: as many as requests of full length would leave there."""
+        return self._whole(self.num_free) // self.block_size * _PAIR
+
+    @property
+    def _longest(self) -> int:
+        return self.width * self.block_size
+
+    def _whole(self, blocks: int) -> int:
+        """Tokens of requests of full length that so many blocks have room for."""
+        return blocks * self._longest // int(self.blocks_for(self._longest))
+
+    def blocks_for(self, tokens: Any, kind: Any = KV) -> Any:
+        """See `BlockPool`: the most that a request of so many tokens holds."""
+        return peak_blocks(tokens, self.block_size, self.groups, self.ahead)
+
+    @property
+    def num_free(self) -> int:
+        """See `BlockPool`. What is set aside does not count as free."""
+        aside = int(self.set_aside(self.first, self.held).sum())
+        return super().num_free - aside + self._in_windows
+
+    def private(self, rows: np.ndarray | int) -> np.ndarray:
+        """See `BlockPool`: with what is set aside for the row."""
+        return np.asarray(super().private(rows) + self.set_aside(self.first[rows], self.held[rows]))
+
+    def blocks_held(self, rows: np.ndarray | int) -> np.ndarray:
+        """See `BlockPool`: with what is set aside for the row."""
+        aside = self.set_aside(self.first[rows], self.held[rows])
+        return np.asarray(super().blocks_held(rows) + aside)
+
+    def set_aside(self, first: Any, held: Any) -> Any:
+        """Blocks of groups with a window that are set aside for a row, those that it holds there
+        included; numbers or arrays.
+
+        Args:
+            first: Its `first`.
+            held: Its blocks a plane in the group without a window.
+        """
+        return self.groups.planes * (np.minimum(held, first + self.most) - first)
+
+    def planes_of(self, row: int) -> list[tuple[int, np.ndarray]]:
+        """See `BlockPool`."""
+        there = [(int(self.first[row]), ids) for ids in self.window_ids(row)]
+        return super().planes_of(row) + there
+
+    def window_ids(self, row: int) -> np.ndarray:
+        """The ids of the blocks that the row holds in groups with a window, int32 [groups.planes,
+        n]."""
+        return self.tables[row, _PAIR:, self.first[row] : self.ends[row]]
+
+    def needed(
+        self,
+        rows: np.ndarray,
+        tokens: np.ndarray,
+        kinds: np.ndarray,
+        held: np.ndarray | None = None,
+        kind: np.ndarray | None = None,
+    ) -> np.ndarray:
+        """See `BlockPool`. With `held` it is what the group without a window takes; the others
+        take what `set_aside` says."""
+        own = super().needed(rows, tokens, kinds, held, kind)
+        if held is not None:
+            return own
+        first, have = self.first[rows], self.held[rows]
+        if self.cache is not None:  # a waiting row begins where the window of its prefix does
+            found = np.where(have > 0, 0, self.cache.found[rows])
+            first = first + self.groups.behind(found * self.block_size, self.block_size)
+            have = np.maximum(have, first)
+        want = np.maximum(blocks_a_plane(tokens, self.block_size), have)
+        return np.asarray(own + self.set_aside(first, want) - self.set_aside(first, have))
+
+    def slots_of(self, row: int, first: int, end: int) -> np.ndarray:
+        """See `BlockPool`. In groups with a window, those that the row needs to go on from
+        `end`."""
+        begin = max(first, int(self.groups.behind(end, self.block_size)) * self.block_size)
+        index, offset = np.divmod(np.arange(begin, end), self.block_size)
+        blocks = self.tables[row, _PAIR:][:, index]
+        slots = np.stack([blocks, np.broadcast_to(offset, blocks.shape)], axis=-1)
+        return np.concatenate([super().slots_of(row, first, end), slots.reshape(-1, 2)]).astype(
+            np.int32
+        )
+
+    def follow(self, rows: int) -> None:
+        """See `BlockPool`."""
+        super().follow(rows)
+        grow_columns(self, rows, first=0, ends=0, _own_there=0)
+
+    def reach(self, rows: np.ndarray, computed: np.ndarray, tokens: np.ndarray) -> None:
+        """See `BlockPool`."""
+        begin = np.maximum(self.ends[rows], self.groups.behind(computed, self.block_size))
+        empty = self.ends[rows] == self.first[rows]
+        self.first[rows[empty]] = begin[empty]
+        more = np.maximum(blocks_a_plane(tokens, self.block_size) - begin, 0)
+        total = int(more.sum())
+        if total:
+            planes, of = self.groups.planes, np.repeat(np.arange(len(rows)), more)
+            index = np.arange(total) - np.repeat(np.cumsum(more) - more, more) + begin[of]
+            owner = np.repeat(rows[of], planes)
+            ids = self._take(owner, np.zeros(len(owner), np.int64), np.repeat(index, planes))
+            self.tables[rows[of], _PAIR:, index] = ids.reshape(total, planes)
+            self._own_there[rows] += more * planes
+            self._in_windows += total * planes
+        self.ends[rows] = begin + more
+
+    def slide(self, rows: np.ndarray, computed: np.ndarray) -> None:
+        """See `BlockPool`."""
+        keep = np.minimum(self.groups.behind(computed, self.block_size), self.ends[rows])
+        for i in np.flatnonzero(keep > self.first[rows]).tolist():
+            row, first, end = int(rows[i]), int(self.first[rows[i]]), int(keep[i])
+            self.first[row] = end
+            self._leave_windows(row, first, end)
+
+    def _leave_windows(self, row: int, first: int, end: int) -> None:
+        """Gives back these blocks of the row."""
+        ids = self.tables[row, _PAIR:, first:end].ravel()
+        self._in_windows -= int(np.count_nonzero(self.refs[ids] == 1))
+        self._let_go(ids, row, LEFT, self._own_there)
+
+    def share(self, row: int, pages: Sequence[Page], side: int = LEFT) -> None:
+        """See `BlockPool`."""
+        super().share(row, pages, side)
+        first = int(self.groups.behind(len(pages) * self.block_size, self.block_size))
+        beside = [page.beside for page in pages[first:] if page.beside is not None]
+        assert first + len(beside) == len(pages), "a page of the last window has no blocks there"
+        if beside:
+            ids = np.array([page.ids for page in beside])
+            self._in_windows += int(np.count_nonzero(self.refs[ids] == 0))
+            self._adopt(row, beside, first, side, _PAIR, self._own_there)
+        self.first[row], self.ends[row] = first, len(pages)
+
+    def register(self, row: int, index: int, *, swap: bool = True) -> bool:
+        """See `BlockPool`."""
+        known, cache = super().register(row, index, swap=swap), self.cache
+        assert isinstance(cache, WindowedPrefixCache)
+        page = cache.page(row, index)
+        if not known or page is None or page.beside is not None:
+            return known
+        if self.first[row] <= index < self.ends[row] and page.ids[0] == self.tables[row, 0, index]:
+            ids = self.tables[row, _PAIR:, index]
+            if (self.refs[ids] == 1).all():
+                cache.register_beside(page, tuple(ids.tolist()), row)
+        return known
+
+    def check_keeps(self, row: int, tokens: int) -> None:
+        """See `BlockPool`."""
+        if tokens and self.first[row] > self.groups.behind(tokens, self.block_size):
+            raise ValueError(
+                f"row {row} cannot go back to {tokens} tokens: blocks behind the window are gone"
+            )
+
+    def truncate(self, row: int, tokens: int) -> None:
+        """See `BlockPool`. ValueError as in `check_keeps`."""
+        self.check_keeps(row, tokens)
+        super().truncate(row, tokens)
+        first, end = int(self.first[row]), int(self.ends[row])
+        stay = max(int(blocks_a_plane(tokens, self.block_size)), first)
+        if stay < end:
+            self._leave_windows(row, stay, end)
+            self.ends[row] = stay
+        if not self.held[row]:
+            self.first[row] = self.ends[row] = 0
+
+    def _index_of(self, row: int, block: int) -> int:
+        there = (self.window_ids(row) == block).any(axis=0)
+        found = int(self.first[row]) + int(np.argmax(there)) if there.any() else None
+        return super()._index_of(row, block) if found is None else found
+
+    def release(self, row: int) -> None:
+        """See `BlockPool`."""
+        super().release(row)
+        if self.first[row] < self.ends[row]:
+            self._leave_windows(row, int(self.first[row]), int(self.ends[row]))
+        self.first[row] = self.ends[row] = 0

@@ -1,0 +1,220 @@
+"""Groups of layers with a window: whatever happens, a row finds what it needs in each group, and no
+block is lost, lent twice or kept behind a window."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cache.window_groups import WindowGroups
+from jaxserve.sched.cache.windowed_pool import WindowedPool
+from jaxserve.sched.plan import BatchPlan, Checkpoint, InvalidPlan, Operation, Preempt, Restore
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.sched.scheduler import Scheduler
+from jaxserve.sched.state.request_table import RUNNING, WAITING
+from jaxserve.sched.step import Discard, Load, Save, Step
+from tests.cost_models import FLAT
+from tests.sched.cache.invariants import TableMirror, check_host, check_pool
+from tests.sched.cache.operations import BLOCK, Scripted, array
+
+ROWS, LONGEST, AHEAD = 4, 64, 24
+rows = st.integers(0, ROWS - 1)
+
+
+class Contents:
+    """What is in the slots: a number for a token with all before it, negative for V."""
+
+    def __init__(self, blocks: int, groups: WindowGroups) -> None:
+        self.slots, self.host = np.zeros((blocks, BLOCK), np.int64), dict[int, np.ndarray]()
+        self.groups = groups
+
+    def carry_out(self, step: Step) -> None:
+        for move in step.moves:
+            if isinstance(move, Save):
+                block, slot = move.slots.T
+                ends = np.cumsum(move.counts)[:-1]
+                self.host |= zip(move.keys, np.split(self.slots[block, slot], ends), strict=True)
+            elif isinstance(move, Load):
+                block, slot = move.slots.T
+                self.slots[block, slot] = np.concatenate([self.host[key] for key in move.keys])
+            elif isinstance(move, Discard):
+                for key in move.keys:
+                    del self.host[key]
+
+    def write(self, pool: WindowedPool, row: int, first: int, end: int, text: list[int]) -> None:
+        index, slot = np.divmod(np.arange(first, end), BLOCK)
+        for plane, table in enumerate(pool.tables[row]):
+            self.slots[table[index], slot] = np.array(text[first:end]) * (-1) ** plane
+
+    def check(self, pool: WindowedPool, row: int, cached: int, text: list[int]) -> None:
+        """AssertionError if the row lacks anything that its next token sees."""
+        for plane, table in enumerate(pool.tables[row]):
+            begin = 0 if plane < 2 else max(cached - self.groups.window + 1, 0)
+            index, slot = np.divmod(np.arange(begin, cached), BLOCK)
+            found = self.slots[table[index], slot] * (-1) ** plane
+            assert found.tolist() == text[begin:cached], f"row {row}, plane {plane}"
+
+
+class Windows(RuleBasedStateMachine):
+    """Random operations. Texts begin alike in one of two ways, and go on by themselves."""
+
+    @initialize(
+        blocks=st.integers(20, 150),
+        window=st.integers(1, 30),
+        groups=st.integers(1, 3),
+        host=st.sampled_from([0, 600]),
+    )
+    def start(self, blocks: int, window: int, groups: int, host: int) -> None:
+        self.groups, self.numbers = WindowGroups(window, groups), count(1000)
+        self.made = Scheduler(
+            Scripted(),
+            Limits(AHEAD, AHEAD, ROWS),
+            num_blocks=blocks,
+            block_size=BLOCK,
+            max_model_len=LONGEST,
+            capacity=ROWS,
+            cost_model=FLAT,
+            host_slots=host,
+            prefix_caching=True,
+            groups=self.groups,
+        )
+        self.mirror = TableMirror(self.made.pool)
+        self.device = Contents(blocks, self.groups)
+        self.texts = [self.add(row, row % 2, 30) for row in range(ROWS)]
+
+    @property
+    def pool(self) -> WindowedPool:
+        pool = self.made.pool
+        assert isinstance(pool, WindowedPool)
+        return pool
+
+    def add(self, row: int, start: int, alike: int) -> list[int]:
+        """A request of 50 tokens of which so many begin in that way."""
+        text = [1 + start + 2 * i for i in range(alike)]
+        text += [next(self.numbers) for _ in range(LONGEST - alike)]
+        for i in range(1, LONGEST):  # each stands for all before it, too
+            text[i] = hash((text[i - 1], text[i])) % (1 << 40) + 1
+        keys = tuple(str(text[end - 1]).encode() for end in range(BLOCK, 51, BLOCK))
+        made = self.made.add(Request("r", (1,) * 50, SamplingParams(max_tokens=9), block_keys=keys))
+        assert made == row
+        return text
+
+    def book(self, tokens: dict[int, int], *operations: Operation, reserve: int = 0) -> Step | None:
+        made, pool = self.made, self.pool
+        if made.cache is not None:
+            made._note_found(made.cache)
+        picked = array(*tokens)
+        counts, computed = array(*tokens.values()), made.table.computed[picked]
+        for op in operations:
+            for row in op.rows.tolist():  # type: ignore[union-attr]
+                keep = op.keep[0] if isinstance(op, Preempt) else made.host.tokens[row]
+                computed = np.where(picked == row, keep, computed)
+        kinds = np.full(len(picked), int(CacheKind.KV))
+        room = np.minimum(computed + counts + reserve, LONGEST)
+        plan = BatchPlan(picked, counts, room, kinds, operations)
+        made.policy.next = plan  # type: ignore[attr-defined]
+        before = pool.num_free
+        needed = pool.needed(picked, room, kinds).sum()
+        try:
+            step = made.schedule(0.0)
+        except InvalidPlan:
+            assert pool.num_free == before, "a refused plan changes nothing"
+            assert operations or needed > before, "it takes more than it says"
+            return None
+        if not operations:
+            assert before - pool.num_free <= needed, "it takes more than it says"
+        self.mirror.follow(step)
+        self.device.carry_out(step)
+        for row, first, end in zip(
+            step.rows.tolist(), step.start.tolist(), step.end.tolist(), strict=True
+        ):
+            self.device.check(pool, row, first, self.texts[row])
+            self.device.write(pool, row, first, end, self.texts[row])
+        made.receive(step.emitting, 0.0)
+        for row in made.release_finished(step).tolist():
+            self.end(row, 0, 30)
+        held = np.flatnonzero(pool.held)
+        computed = made.table.computed[held]
+        behind = self.groups.behind(computed, BLOCK)
+        planned = np.isin(held, step.rows)
+        assert (pool.first[held][planned] == behind[planned]).all(), "it is kept behind a window"
+        return step
+
+    def end(self, row: int, start: int, alike: int) -> None:
+        self.made.finish(row)
+        self.texts[row] = self.add(row, start, alike)
+
+    @rule(row=rows, start=st.integers(0, 1), alike=st.integers(0, 50))
+    def another(self, row: int, start: int, alike: int) -> None:
+        self.end(row, start, alike)
+
+    @rule(
+        row=rows,
+        other=rows,
+        tokens=st.integers(1, AHEAD),
+        reserve=st.sampled_from([0, 0, 1, 30, 60]),
+    )
+    def compute(self, row: int, other: int, tokens: int, reserve: int) -> None:
+        table = self.made.table
+        made = self.made
+        if made.cache is not None:
+            made._note_found(made.cache)
+        pending = (table.prompt_len + table.generated - table.computed).tolist()
+        first = min(tokens, pending[row])
+        planned = {row: first}
+        if other != row and AHEAD - first > 0:
+            planned[other] = min(AHEAD - first, pending[other])
+        self.book(planned, reserve=reserve)
+
+    @rule(row=rows, keep=st.sampled_from([0, 0, 1, 2, 3, 8, 40]))
+    def preempt(self, row: int, keep: int) -> None:
+        """Of tokens behind the window the row cannot keep some alone."""
+        table = self.made.table
+        keep = max(int(table.computed[row]) - keep, 0) if keep else 0
+        if table.state[row] == RUNNING:
+            done = self.book({}, Preempt(array(row), array(keep)))
+            first = self.pool.groups.behind(keep, BLOCK)
+            can = keep < table.computed[row] and (not keep or self.pool.first[row] <= first)
+            assert done is not None or not can
+
+    @rule(row=rows)
+    def swap(self, row: int) -> None:
+        made = self.made
+        cached = int(made.table.computed[row])
+        if made.table.state[row] == RUNNING and cached:
+            whole = Checkpoint(array(row), array(0), array(cached))
+            self.book({}, whole, Preempt.whole(array(row)))
+
+    @rule(row=rows, tokens=st.integers(1, 9))
+    def swap_back(self, row: int, tokens: int) -> None:
+        made = self.made
+        if made.table.state[row] == WAITING and (there := int(made.host.tokens[row])):
+            known = int(made.table.prompt_len[row] + made.table.generated[row])
+            self.book({row: min(tokens, known - there)}, Restore(array(row), array(0)))
+
+    @precondition(lambda self: hasattr(self, "made"))
+    @rule()
+    def forget(self) -> None:
+        self.made.forget_all()
+
+    @invariant()
+    def everything_is_whole(self) -> None:
+        if not hasattr(self, "made"):
+            return
+        check_pool(self.pool)
+        check_host(self.made.host)
+        assert self.pool.num_free >= 0
+        for row in self.made.table.in_state(RUNNING).tolist():
+            self.device.check(self.pool, row, int(self.made.table.computed[row]), self.texts[row])
+
+
+TestWindows = Windows.TestCase
+TestWindows.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, phases=[Phase.generate]
+)
