@@ -214,6 +214,19 @@ class WindowedPool(BlockPool):
             raise ValueError(
                 f"row {row} cannot go back to {tokens} tokens: blocks behind the window are gone"
             )
+        index, inside = divmod(tokens, self.block_size)
+        if inside and self._is_shared(row, index):
+            raise ValueError(
+                f"row {row} cannot go back to {tokens} tokens: they end inside a block that other"
+                " rows read, and such blocks are not copied here"
+            )
+
+    def _is_shared(self, row: int, index: int) -> bool:
+        """Whether another row has the row's block of that number, in any group."""
+        whole = self.tables[row, :_PAIR, index : min(index + 1, int(self.held[row]))]
+        there = self.first[row] <= index < self.ends[row]
+        beside = self.tables[row, _PAIR:, index : index + int(there)]
+        return bool((self.refs[whole] > 1).any() or (self.refs[beside] > 1).any())
 
     def truncate(self, row: int, tokens: int) -> None:
         """See `BlockPool`. ValueError as in `check_keeps`."""

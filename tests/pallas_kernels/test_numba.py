@@ -92,13 +92,13 @@ def test_several_threads_at_once() -> None:
             found.result()
 
 
+# Panels: of one tile of rows or several, whole or not; the same of columns and of depth.
+@needs_pairs
 @pytest.mark.parametrize(
     ("rows", "shape"),
-    [(1, (64, 96)), (2, (1024, 1056)), (3, (64, 96)), (4, (1024, 1056))]
-    # Panels: of one tile of rows or several, whole or not; the same of columns and of depth.
-    + [
-        pytest.param(rows, shape, marks=needs_pairs)
-        for rows, shape in ((5, (64, 32)), (8, (192, 416)), (13, (96, 160)), (128, (160, 384)))
+    [
+        *((1, (64, 96)), (2, (1024, 1056)), (3, (64, 96)), (4, (1024, 1056))),
+        *((5, (64, 32)), (8, (192, 416)), (13, (96, 160)), (128, (160, 384))),
     ],
 )
 def test_skinny_matmul(rows: int, shape: tuple[int, int]) -> None:

@@ -174,14 +174,15 @@ class Windows(RuleBasedStateMachine):
 
     @rule(row=rows, keep=st.sampled_from([0, 0, 1, 2, 3, 8, 40]))
     def preempt(self, row: int, keep: int) -> None:
-        """Of tokens behind the window the row cannot keep some alone."""
+        """Of tokens behind the window it cannot keep some alone, nor half of a shared block."""
         table = self.made.table
         keep = max(int(table.computed[row]) - keep, 0) if keep else 0
         if table.state[row] == RUNNING:
+            can = keep < table.computed[row]
+            can &= not keep or self.pool.first[row] <= self.pool.groups.behind(keep, BLOCK)
+            can &= not (keep % BLOCK and self.pool._is_shared(row, keep // BLOCK))
             done = self.book({}, Preempt(array(row), array(keep)))
-            first = self.pool.groups.behind(keep, BLOCK)
-            can = keep < table.computed[row] and (not keep or self.pool.first[row] <= first)
-            assert done is not None or not can
+            assert (done is not None) == can
 
     @rule(row=rows)
     def swap(self, row: int) -> None:
