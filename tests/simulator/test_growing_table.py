@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Program, Request, SamplingParams
+from jaxserve.sched.state.growing_table import FIRST_ROWS, GrowingTable
 from jaxserve.sched.state.request_table import RequestTable, State
-from jaxserve.simulator.replica.scheduler_state import (
-    FIRST_ROWS,
-    GrowingTable,
-    SimulatedScheduler,
-)
+from jaxserve.simulator.replica.scheduler_state import SimulatedScheduler
 from tests.cost_models import FLAT
 
 ROWS, WIDTH = 4, 6

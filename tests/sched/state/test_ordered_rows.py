@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.sched.request import Request
+from jaxserve.sched.state.growing_table import GrowingTable
 from jaxserve.sched.state.request_table import FREE, RUNNING, WAITING
-from jaxserve.simulator.replica.scheduler_state import GrowingTable
 
 MOVES = st.lists(
     st.tuples(st.sampled_from(["add", "start", "preempt", "end", "look"]), st.integers(0, 99)),
