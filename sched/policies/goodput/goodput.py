@@ -85,6 +85,7 @@ class Goodput(Policy):
     full_prefill = True
     hybrid_cache = True
     moves_cache = True
+    adapts = True
     counts_blocks = True
 
     def __post_init__(self) -> None:
