@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import queue
 import threading
@@ -163,10 +164,9 @@ class Recorder(Observer):
                         adapter=self._adapters.setdefault(name, len(self._adapters) + 1)
                     )
                 if call is not None:
-                    said = request.program
                     event = event._replace(
                         program=call.program,
-                        program_deadline=None if said is None else said.deadline,
+                        program_deadline=call.deadline if call.deadline < math.inf else None,
                         named=int(call.named),
                         tool=self._tool(call),
                     )

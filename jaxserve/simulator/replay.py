@@ -434,6 +434,10 @@ def _programs(recording: Recording, there: list[Arrival]) -> Programs:
             parents[i] = found
             wait[i], tool[i] = max(0.0, now - float(ends[found].max())), one.tool - 1
         running.append(i)
+    later = dict[int, float]()
+    for i in reversed(np.flatnonzero(program != NO_PROGRAM).tolist()):
+        # A class's deadline no longer counts once a call has said another one.
+        deadline[i] = later[program[i]] = max(deadline[i], later.get(program[i], 0.0))
     edges = [(parent, child) for child, found in parents.items() for parent in found]
     parent, child = np.array(edges, np.int64).reshape(-1, 2).T
     nothing = Programs.none(len(there))

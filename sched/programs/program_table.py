@@ -134,6 +134,8 @@ class ProgramCall(NamedTuple):
         tools: Names of the tools that ran since the program's last call ended, empty for none or if
             another call runs.
         pause: Seconds since then; None for a program's first call, or if another one runs.
+        deadline: Seconds from the program's first arrival to the end of its last call, as far as
+            calls or their classes have said; inf for none.
     """
 
     program: int
@@ -141,6 +143,7 @@ class ProgramCall(NamedTuple):
     tenant: str
     tools: tuple[str, ...]
     pause: float | None
+    deadline: float
 
 
 class Waiting(NamedTuple):
@@ -300,8 +303,8 @@ class ProgramTable:
         for kind, value in request.continues:
             if kind == "key":
                 self._link(program, (program.tenant, kind, value))
-        named = bool(program.id)
-        return program, ProgramCall(program.serial, named, program.tenant, tools, pause)
+        what = bool(program.id), program.tenant, tools, pause, program.allowed
+        return program, ProgramCall(program.serial, *what)
 
     def _wake(self, program: _Program, now: float) -> tuple[tuple[str, ...], float | None]:
         """Notes that a program is no longer silent, if it was. Returns its tools, and how long it

@@ -24,7 +24,7 @@ from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.programs.program_table import ProgramCall
 from jaxserve.sched.recording import Header, first_line, older
-from jaxserve.sched.request import SLO, Program, Request, SamplingParams, Tier
+from jaxserve.sched.request import SLO, Request, SamplingParams, Tier
 from jaxserve.simulator import replay
 from tests.cost_models import FLAT
 from tests.engine.harness import engine, send
@@ -484,7 +484,8 @@ def test_what_waits_for_what_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "served.jsonl"
     story, came, lasted = Story(path), dict[int, float](), dict[int, float]()
 
-    programs = {3: ProgramCall(2, False, "", (), None), 4: ProgramCall(3, True, "", (), None)}
+    alone = ProgramCall(2, False, "", (), None, np.inf), ProgramCall(3, True, "", (), None, 90.0)
+    programs = dict(zip((3, 4), alone, strict=True))
     tools = {5: ("grep",), 6: ("grep", "cat"), 7: ("grep",)}
 
     def arrive(number: int, after: float, *chain: int) -> None:
@@ -493,9 +494,9 @@ def test_what_waits_for_what_is_read_again(tmp_path: Path) -> None:
         came[number] = story.now
         keys = tuple(bytes([one]) * 16 for one in chain)
         request = Request(f"{number}", (7,) * (4 * len(chain) + 1), arrival=story.now)
-        call = programs.get(number, ProgramCall(1, True, "", tools.get(number, ()), 1.0))
-        program = Program("run", 90.0) if call.named else None
-        request = dataclasses.replace(request, block_keys=keys, program=program)
+        usual = ProgramCall(1, True, "", tools.get(number, ()), 1.0, 60.0 if number < 2 else 90.0)
+        request = dataclasses.replace(request, block_keys=keys)
+        call = programs.get(number, usual)
         story.recorder.on_program_call(number, call)
         story.recorder.on_arrival(number, request)
 
@@ -554,7 +555,7 @@ def test_tools_without_end_take_bounded_room(
     monkeypatch.setattr(module, "MOST_TOOLS", 3)
     story = Story(tmp_path / "served.jsonl")
     for number, name in enumerate("abcabcdea"):
-        story.recorder.on_program_call(number, ProgramCall(1, True, "", (name,), 1.0))
+        story.recorder.on_program_call(number, ProgramCall(1, True, "", (name,), 1.0, np.inf))
         story.recorder.on_arrival(number, Request(f"{number}", (7,), arrival=story.now))
     story.over()
     found = replay.read(tmp_path / "served.jsonl").arrivals

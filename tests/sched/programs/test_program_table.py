@@ -117,6 +117,8 @@ def test_the_tightest_deadline_counts_and_a_classs_only_without() -> None:
     third = calls.begin("a", 3.0, deadline=8.0)
     for row in (first, second, third):
         assert calls.seen(row, "program_deadline") == (9.0,)
+    told = [calls.programs.call_of(row) for row in (first, second, third)]
+    assert [call and call.deadline for call in told] == [5.0, 20.0, 8.0]
 
 
 def test_service_is_counted_for_all_calls_of_a_program() -> None:

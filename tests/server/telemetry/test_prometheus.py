@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 import re
 import socket
 import time
@@ -77,7 +78,7 @@ def test_programs_are_counted_by_what_came_of_them(metrics: Server, engine: Fake
         [((), None), ((), 0.5), (("ls",), 0.75), (("ls",), 1.0), (("ls", "cat"), 4.0)]
     ):
         for observer in engine.observers:
-            observer.on_program_call(number, ProgramCall(1, True, "", tools, pause))
+            observer.on_program_call(number, ProgramCall(1, True, "", tools, pause, math.inf))
     samples = scrape(metrics)
     counts = {("over", "met"): 2, ("silent", "missed"): 1, ("silent", "given_up"): 1}
     for (ending, outcome), count in {**counts, ("over", "ended"): 1}.items():
@@ -96,7 +97,7 @@ def test_names_of_tools_are_bounded_and_only_their_keys(engine: FakeEngine) -> N
     for tenant in ("alice", "bob", "carol"):
         for number in range(10 * MOST_TOOLS):
             for name in (f"{tenant} {number}", "ls"):
-                made.on_program_call(number, ProgramCall(1, True, tenant, (name,), 1.0))
+                made.on_program_call(number, ProgramCall(1, True, tenant, (name,), 1.0, math.inf))
 
     def tools(reader: Caller | None) -> dict[str, float]:
         context = contextvars.copy_context()
