@@ -197,7 +197,7 @@ class Header:
         versions: Versions of jaxserve and JAX.
         host_slots: Slots of host memory for caches.
         cost_model: Its initial cost model.
-        padding: The shapes that it rounds batches up to.
+        padding: The shapes that it rounds batches up to; None for none.
         prefix_caching: Whether requests reused cached prefixes.
         drafters: Names of its drafters.
         groups: Its groups of layers with a window; None if blocks behind windows were kept.
@@ -222,7 +222,7 @@ class Header:
     hidden_read: str | None
     rho: float | None
     cost_model: LinearCostModel
-    padding: Padding
+    padding: Padding | None
     prefix_caching: bool = False
     retention: str = "lru"
     drafters: tuple[str, ...] = ()

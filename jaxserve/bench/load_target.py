@@ -77,6 +77,8 @@ class Record:
         outcome: "finished", "rejected" (the queue was full) or "failed"; "" until it is done.
         preemptions: as counted by the server; 0 for a request that was cancelled over the network.
         error: why it was rejected or failed.
+        prompt_tokens, cached_tokens: of the prompt, as the server counts them; 0 where it does not
+            say.
     """
 
     sent: float
@@ -85,6 +87,8 @@ class Record:
     outcome: str = ""
     preemptions: int = 0
     error: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
 
 class Done(Protocol):

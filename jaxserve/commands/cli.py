@@ -23,6 +23,8 @@ COMMANDS = {
     "bench": ("jaxserve.bench.cli", "main", "measure engine, server, kernels and policies"),
     "simulate": ("jaxserve.simulator.simulate.cli", "main", "serve traffic on a simulated device"),
     "advise": ("jaxserve.simulator.advise.cli", "main", "say which policy suits one's own traffic"),
+    "observe": ("jaxserve.twin.cli", "main", "make a twin of a server that is seen from outside"),
+    "size": ("jaxserve.simulator.size.cli", "main", "say how many replicas a rate needs"),
     "optimal": ("jaxserve.simulator.optimal.cli", "main", "find the best schedule there is"),
     "policies": (
         "jaxserve.commands.policies",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,13 +128,19 @@ def read(path: str | Path) -> Recording:
                 notes.append(f"{before} is of another start of the server: left out")
     reader = _Reader()
     for file in files:
-        for event in file.events():
-            reader.on_event(event)
+        reader.on_events(file.events())
         if file.torn:
             notes.append(f"the last line of {file.path} is torn: left out")
     if reader.lost:
         notes.append(f"{reader.lost} events came too fast to be written: they are not in it")
     return reader.recording(newest.header, files[0].start, notes)
+
+
+def of_events(header: Header, events: Iterable[Event], *notes: str) -> Recording:
+    """The recording of these events, from the start of the engine on."""
+    reader = _Reader()
+    reader.on_events(events)
+    return reader.recording(header, 0.0, list(notes))
 
 
 class _Reader:
@@ -148,20 +154,21 @@ class _Reader:
         self._received, self._received_by = array("q"), array("q")
         self._steps = 0
 
-    def on_event(self, event: Event) -> None:
-        match event:
-            case Arrival():
-                self._arrivals.setdefault(event.number, event)  # PATH repeats unfinished requests
-            case End():
-                self._ends[event.number] = event
-            case Lost():
-                self.lost = max(self.lost, event.events)
-            case Step():
-                self._numbers.extend([getattr(event, name) for name in _NUMBERS])
-                self._features.extend(event.features)
-                self._received.extend(event.received)
-                self._received_by.extend([self._steps] * len(event.received))
-                self._steps += 1
+    def on_events(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Arrival():  # PATH repeats unfinished requests
+                    self._arrivals.setdefault(event.number, event)
+                case End():
+                    self._ends[event.number] = event
+                case Lost():
+                    self.lost = max(self.lost, event.events)
+                case Step():
+                    self._numbers.extend([getattr(event, name) for name in _NUMBERS])
+                    self._features.extend(event.features)
+                    self._received.extend(event.received)
+                    self._received_by.extend([self._steps] * len(event.received))
+                    self._steps += 1
 
     def recording(self, header: Header, start: float, notes: list[str]) -> Recording:
         """The recording of all events taken."""

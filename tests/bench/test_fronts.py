@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from jaxserve.bench import cli, runs
+from jaxserve.bench.http_target import Address, HttpTarget
 from jaxserve.bench.load_target import BenchError
 from jaxserve.server.server import Server
 from jaxserve_lab.bench import frontends, tool_calls
-from jaxserve_lab.bench.http_target import HttpTarget
 from tests.server.fake_engine import INFO, FakeEngine
 from tests.server.http.conftest import SETTINGS
 
@@ -31,7 +31,7 @@ def target() -> Iterator[HttpTarget]:
     engine = FakeEngine()
     with Server(engine, grace_s=0.0, http=SETTINGS) as server:
         engine.run()
-        yield HttpTarget(server.http_address or "", vars(INFO))
+        yield HttpTarget(Address.parse(server.http_address or ""), vars(INFO))
 
 
 def test_all_tokens_come_through_http(target: HttpTarget) -> None:

@@ -113,6 +113,27 @@ def attainment(
     return figure
 
 
+def attainment_by_replicas(
+    lines: Mapping[str, Sequence[tuple[int, float]]], share: float
+) -> Figure:
+    """Share of requests within their targets against the number of replicas.
+
+    Args:
+        lines: Replicas and shares, by name.
+        share: What is enough, drawn as a line.
+    """
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for i, (name, points) in enumerate(lines.items()):
+        counts, shares = [n for n, _ in points], [100 * share for _, share in points]
+        axes.plot(counts, shares, label=name, marker=_MARKERS[i % len(_MARKERS)])
+    axes.axhline(100 * share, color="#888888", lw=0.9, ls="--")
+    axes.set(xlabel="replicas", ylabel="requests within their targets, %", ylim=(-3, 103))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def cdfs(results: Results) -> Figure:
     """Distributions of TTFT and of all times between tokens, in seconds on log axes: a colour per
     policy, a dash style per rate."""

@@ -134,7 +134,7 @@ def add_policy(parser: Parser, default: list[str] | None, named: str) -> None:
 def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
     """Adds the flags of the system and of the workload. system: the default, for the help."""
     add = parser.add_argument
-    add("--system", type=_path, help=f"preset, MODEL@DEVICE or profile.json ({system})")
+    add("--system", type=path, help=f"preset, MODEL@DEVICE or profile.json ({system})")
     add(
         "--hidden_read",
         choices=("auto", *HIDDEN_READS),
@@ -142,7 +142,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         help="how MODEL@DEVICE reads hidden caches (auto)",
     )
     add("--workload", help="see above")
-    add("--replay", type=_path, metavar="PATH", help="a recording, instead of --workload")
+    add("--replay", type=path, metavar="PATH", help="a recording, instead of --workload")
     add(
         "--num_requests",
         type=positive_int,
@@ -153,7 +153,7 @@ def add_what_is_simulated(parser: Parser, system: str = SYSTEM) -> None:
         choices=ARRIVALS,
         help="how requests arrive (as in the trace; else poisson with --rate, else all)",
     )
-    add("--rate", type=_rates, help="requests/s, several separated by commas")
+    add("--rate", type=rates, help="requests/s, several separated by commas")
     add("--cv", type=float, help="gamma arrivals: deviation of the gaps over their mean")
     add("--on_s", type=float, help="on_off arrivals: mean seconds on")
     add("--off_s", type=float, help="on_off arrivals: mean seconds off")
@@ -234,14 +234,12 @@ def _add_what_is_asked(parser: Parser) -> None:
     add(
         "--attainment", type=share, help=f"share of the requests that must attain it ({ATTAINMENT})"
     )
-    add("--summary", type=_path, metavar="PATH", help="a row per run, and their means, .csv")
-    add("--requests_table", type=_path, metavar="PATH", help="a row per request, .csv or .json")
-    add("--batches_table", type=_path, metavar="PATH", help="a row per batch, .csv or .json")
-    add("--programs_table", type=_path, metavar="PATH", help="a row per program, .csv or .json")
-    add(
-        "--chrome_trace", type=_path, metavar="PATH", help="for chrome://tracing or Perfetto, .json"
-    )
-    add("--plots", type=_path, metavar="DIR", help="figures, as PNG")
+    add("--summary", type=path, metavar="PATH", help="a row per run, and their means, .csv")
+    add("--requests_table", type=path, metavar="PATH", help="a row per request, .csv or .json")
+    add("--batches_table", type=path, metavar="PATH", help="a row per batch, .csv or .json")
+    add("--programs_table", type=path, metavar="PATH", help="a row per program, .csv or .json")
+    add("--chrome_trace", type=path, metavar="PATH", help="for chrome://tracing or Perfetto, .json")
+    add("--plots", type=path, metavar="DIR", help="figures, as PNG")
     add(
         "--views",
         type=_names,
@@ -257,16 +255,17 @@ def _names(text: str) -> list[str]:
     return _different(names)
 
 
-def _rates(text: str) -> list[float]:
+def rates(text: str) -> list[float]:
+    """A flag's value: rates in requests/s, separated by commas."""
     try:
-        rates = [float(rate) for rate in text.split(",")]
+        found = [float(rate) for rate in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers, got {text!r}") from None
-    for rate in rates:
+    for rate in found:
         if not RATES[0] <= rate <= RATES[1]:
             limits = f"must be from {RATES[0]:g} to {RATES[1]:g}"
             raise argparse.ArgumentTypeError(f"{limits} requests/s, got {rate:g}")
-    return _different(rates)
+    return _different(found)
 
 
 def _different(values: list[Any]) -> list[Any]:
@@ -301,7 +300,8 @@ def _adapters(text: str) -> tuple[float, int]:
     return found
 
 
-def _path(text: str) -> str:
+def path(text: str) -> str:
+    """A flag's value: a path, which must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("needs a path")
     return text

@@ -11,17 +11,17 @@ import json
 import sys
 
 from jaxserve.bench import runs
+from jaxserve.bench.http_target import Address, HttpTarget
 from jaxserve.bench.load_target import ServerTarget, Target
 from jaxserve.client import Client
-from jaxserve_lab.bench.http_target import HttpTarget
 
 
 def main() -> None:
     """Measures for the parent process until stdin ends."""
     door, address, served = sys.argv[1:]
-    target: Target = (
-        HttpTarget(address, json.loads(served)) if door == "HTTP" else ServerTarget(Client(address))
-    )
+    target: Target = ServerTarget(Client(address))
+    if door == "HTTP":
+        target = HttpTarget(Address.parse(address), json.loads(served))
     for line in sys.stdin:
         name, arguments = json.loads(line)
         measure = runs.throughput if name == "throughput" else runs.latency

@@ -155,7 +155,7 @@ def test_a_reader_that_does_not_read_holds_no_shutdown_up(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_MAX_FLUSH_S", 0.1)
-    engine.text = lambda k: "x" * 10_000_000
+    engine.text = lambda k: "x" * 100_000_000
     server = Server(engine, grace_s=1000.0, options=ServerOptions(write_timeout_s=1000.0))
     unlimited = (("grpc.max_receive_message_length", -1),)
     with grpc.insecure_channel(server.start(), options=unlimited) as channel:

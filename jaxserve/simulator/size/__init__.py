@@ -1,0 +1,1 @@
+"""Says how many replicas a rate and its targets need."""
