@@ -57,6 +57,7 @@ NEEDED = {  # without which a command does not parse a line
     "keys": ["list", "--file=x"],
     "batch": ["x", "--out=y"],
     "convert": ["x", "y"],
+    "observe": ["--url=x", "--out=y"],
 }
 # What is run, reduced. The others need a server, a checkpoint or a machine to measure: they have
 # tests of their own in tests/client, tests/server, tests/models and tests/bench.
@@ -128,7 +129,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("prompts.txt", "prompts.jsonl", "text.txt", "some.txt", "keys.txt"):
         (made / name).write_text("")
     _, path = recorded(tmp_path_factory.mktemp("served"), trace(3, 30.0, True, 24))
-    (made / "served.jsonl").write_bytes(path.read_bytes())
+    for name in ("served.jsonl", "seen.jsonl"):
+        (made / name).write_bytes(path.read_bytes())
     return made
 
 
