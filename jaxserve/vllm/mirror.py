@@ -166,8 +166,6 @@ class Mirror(Scheduler):
         """
         table, rows, manager = self.table, self._rows_of(running), self._manager
         if len(rows):
-            # Those of sessions change, with speculation also by more than what was planned.
-            table.prompt_len[rows] = [one.num_prompt_tokens for one in running]
             table.computed[rows] = [one.num_computed_tokens for one in running]
             table.generated[rows] = [
                 one.num_output_tokens + one.num_output_placeholders for one in running
@@ -260,6 +258,7 @@ class Mirror(Scheduler):
         self.take([request], now)
         row = self._rows.pop(request.request_id)
         served = self._served.pop(row)
+        complete = complete and bool(served.times)
         self.finish(row, complete=complete, now=now)
         del self.blocks.names[row]
         verdict = judge(served.request, served.times, now, complete=complete, failed=failed)

@@ -98,8 +98,15 @@ class Planned(VllmScheduler):
         with an error."""
         known = request.request_id in self.requests  # more of a session's prompt
         super().add_request(request)
-        if known:
-            return
+        if not known:
+            self._enter(request)
+
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        self._leave(session)  # each of its turns is a request of ours
+        super()._update_request_as_session(session, update)
+        self._enter(session)
+
+    def _enter(self, request: Any) -> None:
         sampling, now = request.sampling_params, time.monotonic()
         try:
             slo, tier = targets_of(sampling.extra_args, self._settings)
@@ -120,6 +127,14 @@ class Planned(VllmScheduler):
         adapter = request.lora_request.lora_int_id if request.lora_request else 0
         learned = self._costs.steps >= LEARNED
         self._mirror.enter(ours, adapter=adapter, alone=None if learned else NOTHING)
+
+    def _leave(self, request: Any) -> None:
+        status = request.status
+        failed = status == RequestStatus.FINISHED_ERROR
+        complete = not failed and status != RequestStatus.FINISHED_ABORTED
+        ended = self._mirror.leave(request, time.monotonic(), complete=complete, failed=failed)
+        if ended is not None:
+            count(*ended)
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """vLLM's own schedule, of what the policy plans. A step is left to vLLM if it is paused, if
@@ -251,17 +266,8 @@ class Planned(VllmScheduler):
         return outputs
 
     def _free_request(self, request: Any, *args: Any, **options: Any) -> Any:
-        status = request.status
-        failed = status == RequestStatus.FINISHED_ERROR
-        ended = self._mirror.leave(
-            request, time.monotonic(), complete=status in _COMPLETE, failed=failed
-        )
-        if ended is not None:
-            count(*ended)
+        self._leave(request)
         return super()._free_request(request, *args, **options)
-
-
-_COMPLETE = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 
 class PlannedAsync(Planned, VllmAsyncScheduler):

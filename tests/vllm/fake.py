@@ -99,6 +99,10 @@ class Scheduler:
         if self._is_blocked_waiting_status(request.status):
             self.deferred_waiting.add(request)
 
+    def _update_request_as_session(self, session: Request, more: int) -> None:
+        session.num_prompt_tokens += session.num_output_tokens + more
+        session.num_output_tokens = 0
+
     @staticmethod
     def _is_blocked_waiting_status(status: RequestStatus) -> bool:
         return status == RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR

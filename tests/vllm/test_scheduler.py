@@ -186,6 +186,22 @@ def test_requests_wait_for_their_grammar() -> None:
     assert step(scheduler) == {"b": 1, "a": 4}
 
 
+def test_each_turn_of_a_session_has_a_verdict() -> None:
+    scheduler = made()
+    request = Request("a", 4, 9, ttft_ms=1e6)
+    scheduler.add_request(request)
+    step(scheduler)
+    before = count(tier="realtime", verdict="met")
+    scheduler._update_request_as_session(request, 3)
+    assert count(tier="realtime", verdict="met") == before + 1
+    assert scheduler._mirror.table.prompt_len[scheduler._mirror._rows["a"]] == 8
+    agrees(scheduler)
+    while scheduler.requests:
+        step(scheduler)
+        agrees(scheduler)
+    assert count(tier="realtime", verdict="met") == before + 2
+
+
 def test_nothing_runs_while_vllm_is_paused() -> None:
     scheduler = made()
     scheduler.add_request(Request("a", 4, 2))

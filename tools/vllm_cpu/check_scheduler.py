@@ -2,10 +2,10 @@
 
     VENV/bin/python tools/vllm_cpu/check_scheduler.py
 
-A tiny OPT with random weights, in float32. First, in this process, real schedulers with drawn
-tokens in place of a model, also asynchronous ones and such with drafts, and texts of vLLM's own
-scheduler and of ours under several policies. Then a server: wrong targets, metrics. Exits with 1 at
-the first thing that is wrong.
+A tiny OPT with random weights, in float32, in a process for each part. First real schedulers with
+drawn tokens in place of a model, also asynchronous ones and such with drafts; then texts of vLLM's
+own scheduler and of ours under several policies, also with grammars, adapters and drafts; then a
+server: wrong targets, metrics. Exits with 1 at the first thing that is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from in_process import ROOT, exchange
 from in_process import scheduler as make
 
 VOCAB, BLOCK, LENGTH = 512, 32, 256
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
     "vocab_size": VOCAB,
@@ -45,6 +45,14 @@ CONFIG = {
     "bos_token_id": 2,
     "eos_token_id": 2,
     "pad_token_id": 1,
+}
+SMALL = {
+    "max_model_len": LENGTH,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": 22,
+    "enforce_eager": True,
 }
 POLICIES = ("goodput", "sarathi", "infermax", "edf", "qoserve", "fastgen", "autellix")
 REFUSED = {
@@ -72,10 +80,15 @@ def workload(seed: int, count: int = 40) -> list[tuple[list[int], int, dict[str,
     return found
 
 
-def texts(engine: Any, core: Any, scheduler: Any) -> tuple[list[Any], int]:
-    """What the engine writes under this scheduler, and how often a request was preempted."""
-    import vllm
+def texts(engine: Any, core: Any, scheduler: Any, draw: Any) -> tuple[list[Any], int]:
+    """What the engine writes under this scheduler, and how often a request was preempted.
 
+    Args:
+        engine: The `LLM`.
+        core: Its core.
+        scheduler: The scheduler.
+        draw: Makes the prompts, sampling parameters and adapters.
+    """
     exchange(core, scheduler)
     preempted, own = 0, scheduler._preempt_request
 
@@ -85,31 +98,117 @@ def texts(engine: Any, core: Any, scheduler: Any) -> tuple[list[Any], int]:
         own(*args, **options)
 
     scheduler._preempt_request = counted
-    requests = workload(0)
-    results = engine.generate(
-        [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt, _, _ in requests],
-        [
-            vllm.SamplingParams(
-                temperature=0, max_tokens=most, ignore_eos=True, detokenize=False, extra_args=said
-            )
-            for _, most, said in requests
-        ],
-        use_tqdm=False,
-    )
+    prompts, sampling, adapters = draw()
+    results = engine.generate(prompts, sampling, lora_request=adapters, use_tqdm=False)
     assert not scheduler.requests and not scheduler.running and not scheduler.waiting
     return [list(one.outputs[0].token_ids) for one in results], preempted
 
 
-def check_texts(engine: Any, core: Any) -> None:
-    """Greedy texts under every policy are those of vLLM's own scheduler."""
-    wanted, preempted = texts(engine, core, make(core, None))
+def compare(engine: Any, core: Any, draw: Any, policies: Sequence[str]) -> None:
+    """Greedy texts under every policy are those of vLLM's own scheduler.
+
+    Args:
+        engine, core, draw: See `texts`.
+        policies: Names of policies.
+    """
+    wanted, preempted = texts(engine, core, make(core, None), draw)
     print(f"vLLM's own scheduler: {preempted} preemptions")
-    for policy in POLICIES:
+    for policy in policies:
         scheduler = make(core, policy)
-        found, preempted = texts(engine, core, scheduler)
+        found, preempted = texts(engine, core, scheduler, draw)
         same = sum(a == b for a, b in zip(found, wanted, strict=True))
         print(f"{policy}: {same} of {len(wanted)} texts are the same; {preempted} preemptions")
         assert same == len(wanted) and not scheduler._failed and not len(scheduler._mirror)
+
+
+def plain() -> tuple[list[Any], list[Any], None]:
+    """The workload, for `texts`."""
+    import vllm
+
+    usual = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    requests = workload(0)
+    sampling = [
+        vllm.SamplingParams(max_tokens=most, extra_args=said, **usual) for _, most, said in requests
+    ]
+    return [{"prompt_token_ids": prompt} for prompt, _, _ in requests], sampling, None
+
+
+def check_core(folder: str) -> None:
+    """Policies, drawn tokens, texts."""
+    options = {**SMALL, "enable_prefix_caching": True}
+    with in_process.engine(folder, CONFIG, **options) as (engine, core):
+        check_refusals(core)
+        check_drawn(core)
+        compare(engine, core, plain, POLICIES)
+
+
+def check_drafts(folder: str) -> None:
+    """Texts with vLLM's drafts from prompts."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    drafts |= {"prompt_lookup_min": 1}
+    with in_process.engine(folder, CONFIG, speculative_config=drafts, **SMALL) as (engine, core):
+        compare(engine, core, plain, POLICIES[:3])
+
+
+def check_features(folder: str) -> None:
+    """Texts of requests with grammars, and with more adapters than a batch may have."""
+    _write_tokenizer(folder)
+    adapters = [_write_adapter(Path(folder, f"adapter{i}"), i) for i in range(3)]
+    options = {"skip_tokenizer_init": False, "enable_lora": True, "max_loras": 2}
+    options |= {"max_lora_rank": 8, **SMALL}
+
+    def draw() -> tuple[list[Any], list[Any], list[Any]]:
+        import vllm
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import StructuredOutputsParams
+
+        prompts, sampling, chosen = [], [], []
+        for i, (prompt, most, said) in enumerate(workload(1, 32)):
+            regex = StructuredOutputsParams(regex="(ab|cd|xyz){5,9}") if i % 3 == 0 else None
+            params = vllm.SamplingParams(
+                temperature=0, max_tokens=most, structured_outputs=regex, extra_args=said
+            )
+            prompts.append({"prompt_token_ids": prompt})
+            sampling.append(params)
+            which = i % 4
+            chosen.append(LoRARequest(f"a{which}", which, adapters[which - 1]) if which else None)
+        return prompts, sampling, chosen
+
+    with in_process.engine(folder, CONFIG, **options) as (engine, core):
+        compare(engine, core, draw, POLICIES)
+
+
+def _write_tokenizer(folder: str) -> None:
+    """A tokenizer whose tokens are letters, and pairs of them."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = ["<s>", "<pad>", "</s>", *letters, *(a + b for a in letters for b in letters)][:VOCAB]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "a"))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", eos_token="</s>"
+    ).save_pretrained(folder)
+
+
+def _write_adapter(folder: Path, seed: int) -> str:
+    """A random adapter of the tiny model; its folder."""
+    from safetensors.numpy import save_file
+
+    rng, width, rank = np.random.default_rng(seed), CONFIG["hidden_size"], 4
+    arrays = {}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        for name in ("q_proj", "v_proj"):
+            at = f"base_model.model.model.decoder.layers.{layer}.self_attn.{name}"
+            for part, shape in (("lora_A", (rank, width)), ("lora_B", (width, rank))):
+                arrays[f"{at}.{part}.weight"] = rng.normal(size=shape).astype(np.float32)
+    folder.mkdir()
+    save_file(arrays, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "bias": "none"}
+    config["target_modules"] = ["q_proj", "v_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return str(folder)
 
 
 def check_refusals(core: Any) -> None:
@@ -252,6 +351,7 @@ def server(folder: str) -> Iterator[str]:
 
 def check_server(folder: str) -> None:
     """Wrong targets get status 400, right ones a text; the metrics have the verdicts."""
+    Path(folder, "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     with server(folder) as url:
 
         def ask(**said: Any) -> httpx.Response:
@@ -282,20 +382,27 @@ def check_server(folder: str) -> None:
             assert line in ours, line
 
 
-def main() -> int:
-    """All checks; returns the exit status."""
-    options = {"max_model_len": LENGTH, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    options |= {"block_size": BLOCK, "num_gpu_blocks_override": 22, "enforce_eager": True}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        in_process.engine(folder, CONFIG, **options) as (engine, core),
-    ):
-        check_refusals(core)
-        check_drawn(core)
-        check_texts(engine, core)
-        check_server(folder)
+PARTS = {
+    "core": check_core,
+    "drafts": check_drafts,
+    "features": check_features,
+    "server": check_server,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """The parts of these names, or all, each in a process; returns the exit status."""
+    if len(argv) == 1:
+        with tempfile.TemporaryDirectory() as folder:
+            PARTS[argv[0]](folder)
+        return 0
+    for part in argv or PARTS:
+        print(f"- {part}", flush=True)
+        if subprocess.run([sys.executable, __file__, part], check=False).returncode:
+            print(f"{part} has failed", file=sys.stderr)
+            return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

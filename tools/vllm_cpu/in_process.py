@@ -28,25 +28,19 @@ for _name, _value in SETTINGS.items():
 
 @contextmanager
 def engine(folder: str, config: dict[str, Any], **options: Any) -> Iterator[tuple[Any, Any]]:
-    """A vLLM engine with random weights in float32, without a tokenizer: the `LLM`, and its core,
-    which has the scheduler.
+    """A vLLM engine with random weights in float32: the `LLM`, and its core, which has the
+    scheduler.
 
     Args:
         folder: Where the model's config.json is written.
         config: Its content.
-        options: Further options of `vllm.LLM`.
+        options: Further options of `vllm.LLM`, which has no tokenizer otherwise.
     """
     import vllm
 
     Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
-    made = vllm.LLM(
-        model=folder,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        disable_log_stats=True,
-        **options,
-    )
+    usual = {"load_format": "dummy", "dtype": "float32", "disable_log_stats": True}
+    made = vllm.LLM(model=folder, **{"skip_tokenizer_init": True, **usual, **options})
     yield made, made.llm_engine.engine_core.engine_core
 
 
