@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.backends import (
     unsupported,
 )
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.delta_net import DeltaInput, DeltaNet, StateRows
 from jaxserve.pallas_kernels.grouped_matmul import (
     grouped_matmul,
     head_matmul,
@@ -53,6 +54,7 @@ from jaxserve.pallas_kernels.pool import (
     slot_bytes,
 )
 from jaxserve.pallas_kernels.quantized_matmul import quantized_matmul
+from jaxserve.pallas_kernels.recurrence import recur, recur_text
 from jaxserve.pallas_kernels.rowwise.argmax import argmax
 from jaxserve.pallas_kernels.rowwise.fixed_batches import in_fixed_batches
 from jaxserve.pallas_kernels.rowwise.gates import ACTIVATIONS, gated
@@ -70,9 +72,12 @@ __all__ = [
     "RIGHT",
     "AttentionBatch",
     "Backend",
+    "DeltaInput",
+    "DeltaNet",
     "HiddenProjection",
     "KernelShape",
     "Pool",
+    "StateRows",
     "absorbed_attention",
     "add_low_rank",
     "add_weighted",
@@ -107,6 +112,8 @@ __all__ = [
     "quantized_grouped_matmul",
     "quantized_matmul",
     "read_tokens",
+    "recur",
+    "recur_text",
     "resolve_backend",
     "rms_norm",
     "rotate",

@@ -160,6 +160,8 @@ class Backend:
         both_ways: `attend` takes such scoring.
         halves: `attend` takes such scoring, with one KV head a shard and a pool without scales.
             Its result is then [T, H, 2 * halves].
+        recur: (values, layer, inputs, rows) -> (values, out) as `recurrence.recur`, for the values
+            of one shard's pool. None: XLA's operations are used.
         decode_group: Rows that decodes read together, sorted by length: each costs as much as the
             longest.
         decode_chunk: Approximate tokens of K and V that such a group reads at once.
@@ -197,6 +199,7 @@ class Backend:
     xla_options: tuple[tuple[str, Any], ...] = ()
     both_ways: bool = False
     halves: bool = False
+    recur: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     decode_group: int = 1
     decode_chunk: int = 1
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.delta_net import DeltaInput
 from jaxserve.pallas_kernels.hidden import HiddenProjection
 from jaxserve.pallas_kernels.pool import ScaledPool
 
@@ -288,3 +289,26 @@ def stage_in(pool: Array, staging: Array, slots: Array, count: int) -> np.ndarra
     for value, (block, slot) in zip(np.asarray(staging)[:count], np.asarray(slots), strict=False):
         out[:, block, :, slot] = value
     return out
+
+
+def recur(inputs: DeltaInput) -> np.ndarray:
+    """What `recurrence.recur` reads of a text from its beginning: [T, value_heads, value_dim]."""
+    net, per = inputs.net, inputs.net.per_key
+    given = (inputs.mixed, inputs.gates, inputs.conv, inputs.rate, inputs.shift)
+    mixed, gates, conv, rate, shift = (np.asarray(part).astype(np.float64) for part in given)
+    out = np.zeros((len(mixed), net.key_heads, per, net.value_dim))
+    state = np.zeros((net.key_heads, per, net.key_dim, net.value_dim))
+    for t in range(len(mixed)):
+        for h in range(net.key_heads):
+            x = np.zeros(net.channels)
+            for tap in range(min(net.taps, t + 1)):
+                x += mixed[t - tap, h] * conv[h, :, net.taps - 1 - tap]
+            q, k, v = np.split(x / (1 + np.exp(-x)), (net.key_dim, 2 * net.key_dim))
+            q, k = (vector / np.sqrt((vector**2).sum() + 1e-6) for vector in (q, k))
+            for j in range(per):
+                forget = np.log1p(np.exp(gates[t, h, per + j] + shift[h, j]))
+                state[h, j] *= np.exp(-np.exp(rate[h, j]) * forget)
+                change = v[j * net.value_dim :][: net.value_dim] - k @ state[h, j]
+                state[h, j] += np.outer(k, change / (1 + np.exp(-gates[t, h, j])))
+                out[t, h, j] = q @ state[h, j] / np.sqrt(net.key_dim)
+    return out.reshape(len(out), -1, net.value_dim)

@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, CacheKind, Direction
+from jaxserve.sched.cache.groups.state_pool import StatePool
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
 from jaxserve.sched.cache.kv_offload import Segment
 from jaxserve.sched.cache.prefix_cache import PrefixCache
-from jaxserve.sched.cache.windowed_pool import WindowedPool
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -69,7 +70,7 @@ def check_plan(plan: BatchPlan, view: View, *, moves_cache: bool) -> None:
     _demand(not stays_hidden.any(), "a hidden cache is planned as KV without ProjectToKV")
     _demand(((kind == plan.kinds) | waiting).all(), "a KV cache becomes hidden without preemption")
     right = plan.directions is not None and plan.directions.any()
-    _demand(after.windowed is None or not right, "a cache with a window is filled from the right")
+    _demand(after.alike or not right, "a cache with groups of layers is filled from the right")
     own = after.owned(rows, computed, computed + tokens)
     _demand(own, "a row would write into blocks that it shares; copy them")
     _demand(after.whole(rows), "a row whose cache is partly on the host is planned")
@@ -128,9 +129,12 @@ class _After:
         if self.shares and changes:
             self.refs, self.owners, self.at = map(np.copy, (self.refs, self.owners, self.at))
         self.cap = own(self.pool.cap)
+        self.alike = self.pool.groups is None  # all layers
         self.windowed = self.pool if isinstance(self.pool, WindowedPool) else None
+        self.stateful = self.pool if isinstance(self.pool, StatePool) else None
         # What rows hold in groups with a window begins there.
         self.first = np.zeros(0) if self.windowed is None else own(self.windowed.first)
+        self.owns = np.zeros(0) if self.stateful is None else own(self.stateful.owns)
         self.free = self.pool.num_free
         self.host_free = self.host.num_free
         self.holders = len(self.table.in_state(RUNNING))
@@ -154,6 +158,10 @@ class _After:
             self.direction[row] = cache.side(row)
             if self.windowed is not None:
                 self._begin_windows(self.windowed, row, len(chain) * self.pool.block_size)
+            if self.stateful is not None and chain[-1].beside is not None:
+                ids = list(chain[-1].beside.ids)
+                self.free -= len(ids) * (not self.refs[ids[0]])
+                self.refs[ids] += 1
         for at in np.flatnonzero(np.isin(self.plan.rows, rows)).tolist():
             kind, side = _start_of(self.plan, at)
             same = kind == self.kind[self.plan.rows[at]]
@@ -182,6 +190,10 @@ class _After:
             self._give_back(row, self.pool.blocks_of(row)[:, blocks:].ravel())
             if self.windowed is not None:
                 self._cut_windows(self.windowed, row, kept, blocks)
+            if self.stateful is not None:
+                _attempt(self.stateful.check_keeps, row, kept)
+                self._give_back(row, self.stateful.states_of(row).ravel())
+                self.owns[row] = False
             self._cut(row, kept)
             self.cap[row, blocks:] = self.pool.block_size
             if blocks and kept - (blocks - 1) * self.pool.block_size <= self.cap[row, blocks - 1]:
@@ -213,7 +225,7 @@ class _After:
         self.kind[rows], self.changed[rows] = CacheKind.KV, True
 
     def copy(self, op: Copy) -> None:
-        _demand(self.windowed is None, "blocks of layers with a window are copied")
+        _demand(self.alike, "blocks of a cache with groups of layers are copied")
         before = []
         for row, index in zip(op.rows.tolist(), op.index.tolist(), strict=True):
             _demand(self.state[row] == RUNNING, "a block of a row without cache is copied")
@@ -238,7 +250,7 @@ class _After:
             inside = 0 <= first < end <= self.computed[row]
             _demand(inside, "tokens that are not cached are checkpointed")
             whole = not first and end == self.computed[row]
-            _demand(whole or self.windowed is None, "a cache with a window is checkpointed in part")
+            _demand(whole or self.alike, "a cache with groups of layers is checkpointed in part")
             mine = self._on_host(row)
             there = any(s.first < end and first < s.end for s in mine.values())
             _demand(not there, "tokens that are on the host already are checkpointed")
@@ -306,9 +318,12 @@ class _After:
         if self.windowed is not None:
             self._begin_windows(self.windowed, row, segment.end)
             _demand(self.free >= 0, "more blocks than are free")
+        if self.stateful is not None and not self.owns[row]:
+            self._take(self.stateful.groups.planes)
+            self.owns[row] = True
 
     def join(self, op: Join) -> None:
-        _demand(self.windowed is None, "blocks of layers with a window are lent")
+        _demand(self.alike, "blocks of a cache with groups of layers are lent")
         row, at = op.row, np.flatnonzero(self.plan.rows == op.row)
         if self.state[row] == WAITING and len(at) == 1 and not self.lost[row]:
             self._open(row, *_start_of(self.plan, int(at[0])))
@@ -323,8 +338,10 @@ class _After:
         self.changed[row] = True
 
     def set_aside(self, rows: np.ndarray, tokens: np.ndarray) -> Any:
-        """Further blocks that are set aside for these rows once they have room for so many
-        tokens."""
+        """Further blocks that these rows take in other groups, or that are set aside there, once
+        they have room for so many tokens."""
+        if self.stateful is not None:
+            return self.stateful.groups.planes * ~self.owns[rows]
         if self.windowed is None:
             return 0
         first, held = self.first[rows], self.held[rows]

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from jaxserve.sched.cache.window_groups import WindowGroups
+from jaxserve.sched.cache.groups.states import StateGroups
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.cost.cost_model import BatchFeatures, LinearCostModel
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.json_records import is_count, is_number, read_record
@@ -201,6 +202,7 @@ class Header:
         prefix_caching: Whether requests reused cached prefixes.
         drafters: Names of its drafters.
         groups: Its groups of layers with a window; None if blocks behind windows were kept.
+        states: Its groups of layers with a state; None for none.
     """
 
     began: str
@@ -227,6 +229,7 @@ class Header:
     retention: str = "lru"
     drafters: tuple[str, ...] = ()
     groups: WindowGroups | None = None
+    states: StateGroups | None = None
 
     @property
     def limits(self) -> Limits:

@@ -7,6 +7,7 @@ still be at work. `receive` reports tokens that have come, `finish` requests tha
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,13 +18,17 @@ import numpy as np
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN, LEFT
+from jaxserve.sched.cache.groups.grouped_pool import GroupedPool
+from jaxserve.sched.cache.groups.grouped_prefix_cache import GroupedPrefixCache
+from jaxserve.sched.cache.groups.groups import Groups, kept_slots
+from jaxserve.sched.cache.groups.state_pool import StatePool
+from jaxserve.sched.cache.groups.states import StateGroups
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.cache.host_pages import HostPages
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.prefix_cache import PrefixCache
 from jaxserve.sched.cache.retention import Retention
-from jaxserve.sched.cache.window_groups import WindowGroups, kept_slots
-from jaxserve.sched.cache.windowed_pool import WindowedPool
-from jaxserve.sched.cache.windowed_prefix_cache import WindowedPrefixCache
 from jaxserve.sched.checks import check_plan
 from jaxserve.sched.cost.cost_model import BatchFeatures, CostModel
 from jaxserve.sched.cost.padding import Padding
@@ -55,15 +60,16 @@ from jaxserve.sched.state.request_table import (
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
 _NOBODY = np.zeros(0, np.int64)
+_POOLS: dict[type, type[GroupedPool]] = {WindowGroups: WindowedPool, StateGroups: StatePool}
 
 
-def request_bytes(max_model_len: int, block_size: int, groups: WindowGroups | None = None) -> int:
+def request_bytes(max_model_len: int, block_size: int, groups: Groups | None = None) -> int:
     """Memory of a scheduler for each request of its capacity, present or not: a row of the table,
     and one of the pool's with the ids of all blocks that it may hold. groups: see `Scheduler`."""
     width = blocks_a_plane(max_model_len, block_size)
     pool = BlockPool(0, block_size, 1, width)
     if groups is not None:
-        pool = WindowedPool(0, block_size, 1, width, groups=groups, ahead=1)
+        pool = _POOLS[type(groups)](0, block_size, 1, width, groups=groups, ahead=1)
     columns = [*vars(RequestTable(1)).values(), *vars(pool).values()]
     return sum(column.nbytes for column in columns if isinstance(column, np.ndarray))
 
@@ -85,7 +91,7 @@ class Scheduler:
         (`sched/cache/prefix_cache.py`).
         retention: Which of these are kept; None for `lru`.
         checked: Whether every plan is checked before it is booked.
-        groups: The groups of layers with a window, which keep no more than it; None for none. Then
+        groups: The groups of layers that keep less than all K and V; None for none. With some,
             pages do not go to host memory.
         infer_programs, program_silence: See `ProgramTable`.
     """
@@ -108,7 +114,7 @@ class Scheduler:
         rho: float | None = None,
         projects: bool = False,
         checked: bool = True,
-        groups: WindowGroups | None = None,
+        groups: Groups | None = None,
         infer_programs: bool = False,
         program_silence: float = SILENCE,
     ) -> None:
@@ -163,14 +169,14 @@ class Scheduler:
         if self.groups is None:
             return BlockPool(num_blocks, block_size, capacity, width)
         own: dict[str, Any] = {"groups": self.groups, "ahead": self._ahead}
-        return WindowedPool(num_blocks, block_size, capacity, width, **own)
+        return _POOLS[type(self.groups)](num_blocks, block_size, capacity, width, **own)
 
     def _make_cache(
         self, block_size: int, retention: Retention | None, hidden: bool
     ) -> PrefixCache:
         memory, rows, host = self.host, self.table.capacity, None
         if self.groups is not None:
-            return WindowedPrefixCache(rows, retention, groups=self.groups, block_size=block_size)
+            return GroupedPrefixCache(rows, retention, groups=self.groups, block_size=block_size)
         if memory.capacity and not self.policy.two_sided:
             host = HostPages(memory, int(slots_for(block_size)), self._least_depth)
         return PrefixCache(rows, retention, host, hidden=hidden)
@@ -334,7 +340,24 @@ class Scheduler:
         plan = self.policy.plan(self.view, now)
         if self.checked:
             check_plan(plan, self.view, moves_cache=self.policy.moves_cache)
+        if isinstance(self.pool, StatePool) and self.cache is not None and self.policy.chunked:
+            plan = self._with_snapshots(plan, self.pool, self.cache)
         return self._with_drafts(plan, now) if self.policy.speculates else plan
+
+    def _with_snapshots(self, plan: BatchPlan, pool: StatePool, cache: PrefixCache) -> BatchPlan:
+        """The plan with chunks cut where a snapshot of the state can be found again later: a step
+        only leaves the state behind its last token."""
+        size, counts = pool.block_size, plan.num_tokens.copy()
+        restored = [op.rows for op in plan.operations if isinstance(op, Restore)]
+        computed = self.table.computed[plan.rows]
+        for i in np.flatnonzero(computed + counts > pool.groups.apart * size).tolist():
+            row, end = int(plan.rows[i]), pool.next_snapshot(int(computed[i]))
+            if end >= computed[i] + counts[i] or any(row in rows for rows in restored):
+                continue
+            page = cache.page(row, end // size - 1)
+            if end // size <= cache.num_keys(row) and (page is None or page.beside is None):
+                counts[i] = end - computed[i]
+        return dataclasses.replace(plan, num_tokens=counts)
 
     def _with_drafts(self, plan: BatchPlan, now: float) -> BatchPlan:
         drafting = with_drafts(plan, self.view, now, self._draft_prices, trial=self._trial)

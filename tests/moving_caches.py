@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV
-from jaxserve.sched.cache.windowed_pool import WindowedPool
+from jaxserve.sched.cache.groups.grouped_pool import GroupedPool
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
 from jaxserve.sched.plan import (
     BatchPlan,
     Checkpoint,
@@ -78,9 +79,11 @@ class MovingCaches(Policy):
         out: set[int],
     ) -> None:
         one, cached, lot = np.array([row]), int(computed[row]), self._rng.random()
-        first, windowed = int(self._rng.integers(0, cached)), isinstance(view.pool, WindowedPool)
+        first, grouped = int(self._rng.integers(0, cached)), isinstance(view.pool, GroupedPool)
         if isinstance(view.pool, WindowedPool):
             first = self._kept(view.pool, row, cached) if lot >= 0.12 else 0
+        elif grouped:
+            first = 0
         taken = any(s.end > first for s in view.host.segments(row))
         if lot < 0.12 and not taken:  # the end of the cache, or all of it, goes to the host
             operations.append(Checkpoint(one, np.array([first]), np.array([cached])))
@@ -93,7 +96,7 @@ class MovingCaches(Policy):
                 operations.append(Preempt(one, np.array([first])))
                 computed[row] = first
                 self.did["cut"] += 1
-        elif lot < 0.36 and not windowed:
+        elif lot < 0.36 and not grouped:
             index = int(self._rng.integers(0, view.pool.held[row]))
             operations.append(Copy(one, np.array([index])))
             self.did["copy"] += 1

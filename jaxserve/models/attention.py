@@ -37,7 +37,7 @@ from jaxserve.models.lora import Lora
 from jaxserve.models.mesh_axes import TENSOR
 from jaxserve.models.rope import angle_table
 from jaxserve.models.sharding import constrain, heads_a_shard, pool_kv_heads
-from jaxserve.pallas_kernels import as_cached, rms_norm, rotate
+from jaxserve.pallas_kernels import as_cached, gated, rms_norm, rotate
 
 Rotation = tuple[jax.Array, jax.Array]
 
@@ -48,7 +48,7 @@ class AttentionParams:
     this form, since they read the weights of K and V separately.
 
     Attributes:
-        q: [d_model, num_heads * head_dim].
+        q: [d_model, num_heads * head_dim]; of a gated model each head is followed by its gate.
         k, v: [d_model, num_kv_heads * head_dim].
         o: [num_heads * head_dim, d_model].
         q_norm, k_norm: scales of the RMS norms, [head_dim] if over each head (Qwen3), [heads *
@@ -130,7 +130,7 @@ def attention_leaves(
     queries, kv = config.num_heads, config.num_kv_heads
 
     return AttentionParams(
-        q=projection("q_proj", queries, "heads", 0),
+        q=projection("q_proj", asked_heads(config, queries), "heads", 0),
         k=projection("k_proj", kv, "kv_heads", queries),
         v=projection("v_proj", kv, "kv_heads", queries + kv),
         o=linear_leaves(
@@ -145,6 +145,11 @@ def attention_leaves(
         k_norm=norm("k_norm", config.num_kv_heads),
         sinks=_sinks_leaf(config, name) if config.sinks else None,
     )
+
+
+def asked_heads(config: ModelConfig, queries: int) -> int:
+    """Heads that the projection to so many queries has, gates included."""
+    return 2 * queries if config.gated else queries
 
 
 def _sinks_leaf(config: ModelConfig, name: str) -> Leaf:
@@ -181,16 +186,21 @@ def attention_input(
         # own part of x, and gather the parts for q, k and v.
         x = constrain(x, mesh, None, None)
         q, k, v = _project_apart(weights, config, x, mesh)
+    gate = None
+    if config.gated:
+        pairs = q.reshape(len(q), -1, 2, config.head_dim)
+        q, gate = pairs[:, :, 0], pairs[:, :, 1]
     q, k = _head_norm(q, weights.q_norm, config), _head_norm(k, weights.k_norm, config)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    return AttentionInput(q, k, v, x, apart, kind, weights.sinks)
+    return AttentionInput(q, k, v, x, apart, kind, weights.sinks, gate=gate)
 
 
 def attention_output(
     weights: AttentionParams | FusedAttention | LatentAttention,
     config: ModelConfig,
     mixed: jax.Array,
+    gate: jax.Array | None,
     mesh: Mesh | None,
 ) -> jax.Array:
     """What the output projection reads, of attention's result.
@@ -199,6 +209,7 @@ def attention_output(
         weights: the layer's attention parameters.
         config: the model's.
         mixed: [T, num_heads, head_dim], or what `latent_output` takes.
+        gate: of `AttentionInput`.
         mesh: the devices that the parameters are sharded over; None for one.
 
     Returns:
@@ -206,7 +217,10 @@ def attention_output(
     """
     if isinstance(weights, LatentAttention):
         return latent_output(weights, config, mixed, mesh)
-    return mixed
+    if gate is None:
+        return mixed
+    flat = gate.reshape(len(gate), -1), mixed.astype(gate.dtype).reshape(len(gate), -1)
+    return gated(*flat, "sigmoid", None).reshape(mixed.shape)
 
 
 def _head_norm(x: jax.Array, norm: Norm | None, config: ModelConfig) -> jax.Array:
@@ -224,9 +238,10 @@ def _head_norm(x: jax.Array, norm: Norm | None, config: ModelConfig) -> jax.Arra
 def _project_fused(
     weights: FusedAttention, config: ModelConfig, x: jax.Array, mesh: Mesh | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q, k and v [T, heads, head_dim]; k and v with as many heads as the pool."""
+    """q, k and v [T, heads, head_dim]; k and v with as many heads as the pool, q with gates."""
     shards = 1 if mesh is None else mesh.shape[TENSOR]
     queries, kv = heads_a_shard(config, shards)
+    queries = asked_heads(config, queries)
     y = linear(x, weights.qkv, mesh)
     if weights.lora is not None and mesh is None:
         y = with_low_rank(y, x, weights.lora, mesh)
@@ -265,7 +280,7 @@ def _project_apart(
         y = heads(part, config.num_kv_heads, "kv_heads")
         return jnp.repeat(y, pool_kv_heads(config, shards) // config.num_kv_heads, axis=1)
 
-    q = heads(weights.q, config.num_heads, "heads")
+    q = heads(weights.q, asked_heads(config, config.num_heads), "heads")
     if weights.cached_as is not None:
         by_head = x.reshape(len(x), config.num_kv_heads, config.head_dim)
         x = as_cached(by_head, weights.cached_as).reshape(x.shape).astype(x.dtype)

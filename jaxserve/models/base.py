@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from jaxserve.models.mesh_axes import RULES
 from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
 from jaxserve.models.rope import Rope, for_length
+from jaxserve.pallas_kernels.delta_net import DeltaInput, DeltaNet
 
 # Scales of random weights of each kind: a few in 10,000 would exceed the largest number; -7 to 7
 # are equally likely.
@@ -39,10 +40,12 @@ class LayerKind:
         rope: how queries and keys are rotated by position; None if they are not.
         sliding_window: number of tokens that a token sees, including itself; None for all before
             it. If the model is not causal, as many on either side.
+        state: whether the layer has a state (`ModelConfig.delta`) in place of attention.
     """
 
     rope: Rope | None = None
     sliding_window: int | None = None
+    state: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,8 @@ class ModelConfig:
         experts: the experts of layers that have some; None if no layer has.
         sinks: attention has one more score per head, without a value.
         latent: low-rank projections to q, k and v; None if they are projected directly.
+        delta: the gated delta net of layers that have a state; None if none has.
+        gated: attention's result is multiplied by the sigmoid of a gate, which is projected with q.
         causal: whether a token sees only the tokens before it; else it sees all of its text, which
             is for vectors only.
         mtp_layers: layers that checkpoints have behind these, to predict several tokens at once
@@ -174,6 +179,8 @@ class ModelConfig:
     experts: Experts | None = None
     sinks: bool = False
     latent: Latent | None = None
+    delta: DeltaNet | None = None
+    gated: bool = False
     causal: bool = True
     mtp_layers: int = 0
 
@@ -229,6 +236,7 @@ class ModelConfig:
         nor sinks."""
         partial = self.rope is not None and self.rope.partial != 1
         other = self.kinds or self.soft_cap is not None or self.norm_offset or self.whole_norms
+        other = other or self.gated
         return not (other or partial or self.sinks or self.latent)
 
 
@@ -436,6 +444,7 @@ class AttentionInput(NamedTuple):
         kind: the layer's kind.
         sinks: [num_heads], a score without a value for each head's softmax, or None.
         group: the layer's group, see `models.layer_groups`.
+        gate: [T, num_heads, head_dim], see `ModelConfig.gated`, or None.
     """
 
     q: jax.Array
@@ -446,6 +455,7 @@ class AttentionInput(NamedTuple):
     kind: LayerKind
     sinks: jax.Array | None = None
     group: int = 0
+    gate: jax.Array | None = None
 
 
 class KVProjection(NamedTuple):
@@ -467,8 +477,9 @@ class KVProjection(NamedTuple):
     rotation: jax.Array | None
 
 
-# (carry, layer's slot in its group, inputs) -> (carry, output [T, heads, head_dim, or 2 * halves])
-Attend = Callable[[Carry, LayerIndex, AttentionInput], tuple[Carry, jax.Array]]
+# (carry, layer's slot in its group, inputs) -> (carry, output [T, heads, head_dim, or 2 * halves]),
+# or what `recurrence.recur` gives
+Attend = Callable[[Carry, LayerIndex, AttentionInput | DeltaInput], tuple[Carry, jax.Array]]
 
 # One layer's attention: input [T, d_model] -> (carry, output [T, d_model]), including the
 # projections at both ends
@@ -534,8 +545,9 @@ class Family:
         config_from_hf: config.json as a dict -> config; ValueError names an unsupported field.
         leaves: config -> tree of `Leaf`, structured as the parameters: `embed_tokens` and, unless
             tied, `lm_head`, each [vocab_size, width]; `layers`, a tuple of trees, each with an
-            `AttentionParams` or a `LatentAttention` called `attn`; and whatever the functions below
-            need. It has the form of checkpoints; see `jaxserve.models.fused` for the form in steps.
+            `AttentionParams`, a `LatentAttention` or a `DeltaParts` called `attn`; and whatever the
+            functions below need. It has the form of checkpoints; see `jaxserve.models.fused` for
+            the form in steps.
     """
 
     name: str

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models import base
 from jaxserve.models.forward import forward, logits
+from jaxserve.pallas_kernels import DeltaInput, recur_text
 
 _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
 _TILE = 64  # queries whose scores are in memory at once
@@ -25,8 +26,10 @@ def causal_attend(config: base.ModelConfig) -> base.Attend:
         return attend_both_ways(config)
 
     def attend(
-        carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput
+        carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput | DeltaInput
     ) -> tuple[base.Carry, jax.Array]:
+        if isinstance(inputs, DeltaInput):
+            return carry, recur_text(inputs)
         num_tokens, num_heads, head_dim = inputs.q.shape
         num_kv_heads = inputs.k.shape[1]
         q = inputs.q.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -63,8 +66,9 @@ def attend_both_ways(
     """
 
     def attend(
-        carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput
+        carry: base.Carry, layer: base.LayerIndex, inputs: base.AttentionInput | DeltaInput
     ) -> tuple[base.Carry, jax.Array]:
+        assert not isinstance(inputs, DeltaInput)
         num_tokens, num_heads, head_dim = inputs.q.shape
         window, (k, v) = inputs.kind.sliding_window, _keys_and_values(config, inputs)
         row = jnp.zeros(num_tokens, jnp.int32) if rows is None else rows

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxserve.models import base
 from jaxserve.models.attention import attention_input, attention_output
+from jaxserve.models.delta import DeltaParams, delta_input, delta_output
 from jaxserve.models.layer_groups import LayerGroups
 from jaxserve.models.layers import linear, vocab_logits
 from jaxserve.models.rope import angles
@@ -64,10 +65,15 @@ def forward(
         (carry, x), (kind, group) = state, of
 
         def attention(h: jax.Array) -> tuple[base.Carry, jax.Array]:
+            if isinstance(weights.attn, DeltaParams):
+                states, gate = delta_input(weights.attn, config, h, group, mesh)
+                after, mixed = attend(carry, index, states)
+                mixed = delta_output(weights.attn, config, mixed, gate)
+                return after, linear(mixed, weights.attn.o, mesh)
             rotation = rotations[kind.rope]
             inputs = attention_input(weights.attn, config, h, kind, rotation, mesh)
             after, mixed = attend(carry, index, inputs._replace(group=group))
-            mixed = attention_output(weights.attn, config, mixed, mesh)
+            mixed = attention_output(weights.attn, config, mixed, inputs.gate, mesh)
             mixed = mixed.astype(h.dtype).reshape(len(mixed), -1)
             return after, linear(mixed, weights.attn.o, mesh)
 

@@ -4,14 +4,15 @@ read the weights of K and V alone: slicing the fused weights would copy them. Al
 them fused (`FusedAttention`). The columns are ordered by shard, so that each device of a mesh holds
 the columns of its own heads: the shard's query heads, then its heads of K, then its heads of V,
 head_dim columns each. A KV head that several shards read is repeated for each of them (see
-`sharding.pool_kv_heads`). Of latent projections (`LatentAttention`) steps have `kv_b` cut by heads.
+`sharding.pool_kv_heads`). Of latent projections (`LatentAttention`) steps have `kv_b` cut by heads,
+and of a gated delta net (`DeltaParts`) projections whose columns are ordered by key head.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxserve.models.attention import AttentionParams, FusedAttention
+from jaxserve.models.attention import AttentionParams, FusedAttention, asked_heads
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.models.delta import DeltaParts, joined, joined_specs
 from jaxserve.models.latent import LatentAttention, by_head, by_head_specs
 from jaxserve.models.registry import get_family
 from jaxserve.models.sharding import heads_a_shard, padded_shape, param_sharding
@@ -30,7 +32,8 @@ def side_by_side(parts: Sequence[jax.Array], config: ModelConfig, shards: int) -
     """Joins the columns of q, k and v, parts [..., heads * head_dim], to one array [...,
     columns]."""
     queries, kv = heads_a_shard(config, shards)
-    stored = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    queries = asked_heads(config, queries)
+    stored = (asked_heads(config, config.num_heads), config.num_kv_heads, config.num_kv_heads)
     lead = parts[0].shape[:-1]
 
     def by_shard(part: jax.Array, heads: int, wanted: int) -> jax.Array:
@@ -51,14 +54,15 @@ def fuse(params: Params, config: ModelConfig, shards: int = 1) -> Params:
     return _with_layers(
         params,
         lambda attn: _fused(attn, lambda parts: side_by_side(parts, config, shards)),
-        lambda attn: by_head(attn, config),
+        {LatentAttention: by_head, DeltaParts: joined},
+        config,
     )
 
 
 def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
     """The specs of fused parameters: a tree of `ParamSpec` with their structure."""
     queries, kv = heads_a_shard(config, shards)
-    columns = (queries + 2 * kv) * config.head_dim
+    columns = (asked_heads(config, queries) + 2 * kv) * config.head_dim
 
     def spec(parts: Sequence[ParamSpec]) -> ParamSpec:
         shape = (*parts[0].shape[:-1], shards * columns)
@@ -67,16 +71,20 @@ def fused_specs(family: Family, config: ModelConfig, shards: int) -> Params:
     return _with_layers(
         family.param_specs(config),
         lambda attn: _fused(attn, spec),
-        lambda attn: by_head_specs(attn, config),
+        {LatentAttention: by_head_specs, DeltaParts: joined_specs},
+        config,
     )
 
 
-def _with_layers(params: Params, change: Any, of_latent: Any) -> Params:
-    """The parameters with each layer's attention changed, latent projections by another function
-    than others."""
+def _with_layers(
+    params: Params, change: Any, others: dict[type, Callable[..., Any]], config: ModelConfig
+) -> Params:
+    """The parameters with each layer's attention changed. others: functions of it and the config
+    for those that are not attention with q, k and v, by their types."""
 
     def changed(attn: Any) -> Any:
-        return of_latent(attn) if isinstance(attn, LatentAttention) else change(attn)
+        other = others.get(type(attn))
+        return change(attn) if other is None else other(attn, config)
 
     layers = tuple(layer.replace(attn=changed(layer.attn)) for layer in params.layers)
     return params.replace(layers=layers)

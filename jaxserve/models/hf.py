@@ -110,9 +110,23 @@ def bos_token_id(hf: Mapping[str, Any]) -> int | None:
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def layer_types(hf: Mapping[str, Any], num_layers: int, default: list[str]) -> list[str]:
-    """What each layer attends to, of `LAYER_TYPES`. Raises ValueError, which names the field, if it
-    is something else. default: used if the field is missing."""
+def layer_types(
+    hf: Mapping[str, Any],
+    num_layers: int,
+    default: list[str],
+    known: tuple[str, ...] = LAYER_TYPES,
+) -> list[str]:
+    """What each layer attends to.
+
+    Args:
+        hf: the config.
+        num_layers: its layers.
+        default: used if the field is missing.
+        known: what a layer may be.
+
+    Raises:
+        ValueError: it is something else; names the field.
+    """
     kinds = hf.get("layer_types")
     if kinds is None:
         return default
@@ -120,8 +134,7 @@ def layer_types(hf: Mapping[str, Any], num_layers: int, default: list[str]) -> l
         what = f"must be a list of {num_layers}, got {shown(kinds)}"
         raise ValueError(f"config.json: layer_types {what}")
     for kind in kinds:
-        if kind not in LAYER_TYPES:
-            known = ", ".join(LAYER_TYPES)
-            what = f"{shown(kind)}, which is not supported (known: {known})"
+        if kind not in known:
+            what = f"{shown(kind)}, which is not supported (known: {', '.join(known)})"
             raise ValueError(f"config.json: layer_types has {what}")
     return kinds

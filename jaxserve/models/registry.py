@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.models.base import Family
-from jaxserve.models.families import deepseek, gemma, gpt_oss, llama, opt
+from jaxserve.models.families import deepseek, gemma, gpt_oss, llama, opt, qwen3_next
 from jaxserve.models.hf import shown
 
 FAMILIES: tuple[Family, ...] = (
@@ -15,6 +15,7 @@ FAMILIES: tuple[Family, ...] = (
     gemma.FAMILY,
     gpt_oss.FAMILY,
     deepseek.FAMILY,
+    qwen3_next.FAMILY,
 )
 
 MODEL_TYPES = tuple(sorted(known_type for family in FAMILIES for known_type in family.model_types))

@@ -125,6 +125,8 @@ def check_tensor(config: ModelConfig, tensor: int) -> None:
         raise ValueError(f"mesh.tensor must be at least 1, got {tensor}")
     experts = config.experts
     cut = [("attention heads", config.num_heads)]
+    if config.delta is not None:
+        cut.append(("key heads of states", config.delta.key_heads))
     if experts is None or experts.dense_layers:
         cut.append(("feed-forward width", config.d_ff))
     if experts is not None:

@@ -299,7 +299,7 @@ def again(
             overlap=header.overlap,
             prefix_caching=header.prefix_caching,
             retention=header.retention,
-            groups=header.groups,
+            groups=header.states or header.groups,
         ),
         run=RunOptions(
             seed=header.seed if seed is None else seed, checked=checked, record_rows=record_rows

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxserve.sched.cache.groups.groups import Groups, longest_in
 from jaxserve.sched.cache.retention import LRU
-from jaxserve.sched.cache.window_groups import WindowGroups, longest_in
 from jaxserve.sched.cost.cost_model import CostModel, LinearCostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
@@ -172,7 +172,7 @@ class EngineOptions:
     prefix_caching: bool = False
     retention: str = LRU
     online: LinearCostModel | None = None
-    groups: WindowGroups | None = None
+    groups: Groups | None = None
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class Setting:
     prefix_caching: bool = False
     retention: str = LRU
     online: LinearCostModel | None = None
-    groups: WindowGroups | None = None
+    groups: Groups | None = None
 
     @property
     def longest_alone(self) -> int:

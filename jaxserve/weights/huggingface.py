@@ -40,6 +40,9 @@ Index = tuple[slice, ...]
 Tensors = TensorFiles | GGUFTensors
 _EXPERT = re.compile(r"\bexperts\.([0-9]{1,9})\.")
 _LAYER = re.compile(r"\b(?:layers|blk)\.([0-9]{1,9})\.")
+_MIXER = re.compile(r"\b(linear|self)_attn\.")
+_MTP = re.compile(r"^(model\.)?mtp\.")
+_SIZES = ", of the sizes of linear_num_key_heads and other fields with linear_"
 _WEIGHTS = ("weight", "qweight", "weight_packed")
 _CACHE_SCALE = re.compile(r"self_attn(\.attn)?\.[qkv]_scale$")  # scales of 8-bit K and V caches
 _QUANTIZED = re.compile(r"(scale|scale_inv|scales|qweight|qzeros|g_idx|absmax|zero_point)$")
@@ -100,7 +103,7 @@ def load_safetensors(
             if stored is not None and leaf.scheme(quantization):
                 used.update(stored.tensors(files, leaf.name))
             else:
-                _check(files, leaf.spec, leaf.source)
+                _check(files, leaf.spec, leaf.source, config)
                 used.update(map(files.stored, leaf.source.names))
         used |= _further(files, config, folder)
         _check_rest(files, used, config, folder, stored)
@@ -170,14 +173,25 @@ def place(
     return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
 
-def _check(files: Tensors, spec: ParamSpec, source: HFTensor) -> None:
+def _check(files: Tensors, spec: ParamSpec, source: HFTensor, config: ModelConfig) -> None:
     if source.name == HEAD and files.find(source.name) is None:
         raise CheckpointError(
             "the checkpoint has no tensor 'lm_head.weight' "
             "(config.json: set tie_word_embeddings to true if it is tied to the embedding)"
         )
     for name in source.names:
-        files.check(name, source.stored_shape(spec.shape))
+        try:
+            files.check(name, source.stored_shape(spec.shape))
+        except CheckpointError as error:
+            layer = _LAYER.search(name)
+            if config.delta is None or layer is None or not _MIXER.search(name):
+                raise
+            state = config.layer_kinds[int(layer[1])].state
+            kind = "linear_attention" if state else "full_attention"
+            raise CheckpointError(
+                f"{error} (by layer_types of its config.json, layer {layer[1]} has {kind}"
+                f"{_SIZES if state else ''})"
+            ) from None
 
 
 def _is_zero(files: Tensors, name: str) -> bool:
@@ -199,7 +213,11 @@ def _further(files: Tensors, config: ModelConfig, folder: Path) -> Set[str]:
             len(names),
             config.num_layers,
         )
-    return names
+    named = {name for name in files.names if _MTP.match(name)}
+    if named:
+        what = "%s: its %d tensors mtp.*, for multi-token prediction, are not used"
+        log.info(what, folder, len(named))
+    return names | named
 
 
 def _check_rest(

@@ -18,6 +18,7 @@ from jaxserve.checkpoint_files import find_gguf
 from jaxserve.config import LOAD_FORMATS
 from jaxserve.models.attention import AttentionParams, FusedAttention
 from jaxserve.models.base import Family, ModelConfig, Params, ParamSpec
+from jaxserve.models.delta import DeltaParts, joined
 from jaxserve.models.fused import fused_specs, side_by_side
 from jaxserve.models.latent import ByHead, LatentAttention, by_head
 from jaxserve.models.layers import Linear
@@ -159,8 +160,9 @@ def _all_own(finite: jax.Array | np.ndarray) -> bool:
 def fuse_loaded(
     params: Params, family: Family, config: ModelConfig, mesh: Mesh | None = None
 ) -> Params:
-    """Fuses q, k and v of each layer into one array, or cuts `kv_b` by heads, on the devices.
-    Deletes these from `params` layer by layer, so that at most one layer is in memory twice.
+    """Fuses q, k and v of each layer into one array, or cuts `kv_b` by heads, or joins what a gated
+    delta net has apart, on the devices. Deletes these from `params` layer by layer, so that at most
+    one layer is in memory twice.
 
     Args:
         params: as loaded.
@@ -177,6 +179,14 @@ def fuse_loaded(
             apart = _cutting(config, tuple(placed))(attn)
             jax.tree.map(lambda part: part.delete(), attn.kv_b)
             layers.append(layer.replace(attn=dataclasses.replace(attn, kv_b=apart)))
+            continue
+
+        if isinstance(attn, DeltaParts):
+            made = joined(attn, config)
+            placed = jax.tree.map(functools.partial(param_sharding, mesh), spec.attn)
+            layers.append(layer.replace(attn=jax.device_put(made, placed)))
+            for parts in (attn.qkvz, attn.ba):
+                jax.tree.map(lambda part: part.delete(), parts if len(parts) > 1 else ())
             continue
 
         def join(spec: ParamSpec, *parts: jax.Array) -> jax.Array:

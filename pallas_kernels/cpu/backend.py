@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from llvmlite import binding as llvm
 
 from jaxserve.pallas_kernels.backends import KernelShape
-from jaxserve.pallas_kernels.cpu import attention, dots, hidden, low_rank, panels
+from jaxserve.pallas_kernels.cpu import attention, delta, dots, hidden, low_rank, panels
 from jaxserve.pallas_kernels.cpu.amx import instructions
 from jaxserve.pallas_kernels.cpu.amx import products as amx_products
 from jaxserve.pallas_kernels.cpu.rowwise import gates, norms, rotary, weighted
@@ -136,6 +136,7 @@ BACKEND = dataclasses.replace(
     batch_invariant=True,
     both_ways=True,
     halves=True,
+    recur=delta.recur,
     norm=_norm,
     log_sum_exp=norms.log_sum_exp,
     angles=rotary.angles,

@@ -14,6 +14,7 @@ from jaxserve.pallas_kernels.backends import platform_backend
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "sigmoid": jax.nn.sigmoid,
 }
 Bounds = tuple[float, float]
 

@@ -18,9 +18,8 @@ import numpy as np
 from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane, blocks_for, tokens_in
 from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT, NOBODY, RIGHT, CacheKind, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
-from jaxserve.sched.cache.pages import Page
+from jaxserve.sched.cache.pages import BesidePage, Page
 from jaxserve.sched.cache.prefix_cache import PrefixCache
-from jaxserve.sched.cache.window_groups import WindowGroups
 from jaxserve.sched.row_columns import grow_columns
 
 _FIRST_BLOCKS = 1024
@@ -51,10 +50,14 @@ class BlockPool:
             row's table that are up to date in the copy. Only the copier raises it.
         refs: int32 [blocks], number of rows that hold the block.
         num_shared: Blocks that several rows hold.
-        groups: The groups of layers that give blocks back, see `WindowedPool`; None for none.
+        states: int32 [max_owners, 2, blocks], the blocks of each row's state before and behind a
+            step, see `StatePool`; None for none.
+        groups: The groups of layers that keep less than all K and V, see `GroupedPool`; None for
+            none.
     """
 
-    groups: WindowGroups | None = None
+    groups: Any = None
+    states: np.ndarray | None = None
 
     def __init__(
         self,
@@ -288,7 +291,7 @@ class BlockPool:
         self._private[rows] += (want - have) * PLANES[self.kind[rows]]
 
     def reach(self, rows: np.ndarray, computed: np.ndarray, tokens: np.ndarray) -> None:
-        """Makes room in groups with a window, once `grow_all` has made it in the other.
+        """Makes room in other groups of layers, once `grow_all` has made it in that with K and V.
 
         Args:
             rows: int64 [n], distinct.
@@ -300,7 +303,7 @@ class BlockPool:
         """
 
     def slide(self, rows: np.ndarray, computed: np.ndarray) -> None:
-        """Gives back blocks that no token behind these cached ones sees. Only once the step that
+        """Gives back blocks that nothing behind these cached tokens reads. Only once the step that
         computes them is launched: until then they are read."""
 
     def _extend(self, rows: np.ndarray, have: np.ndarray, want: np.ndarray) -> None:
@@ -640,7 +643,8 @@ class BlockPool:
             row = int(self._rows[block])
             self.owners[block, self.direction[row]] = row
             page = None if self.cache is None else self.cache.page_of(block)
-            at = self._index_of(row, block) if page is None else page.depth
+            known = page is not None and not isinstance(page, BesidePage)
+            at = page.depth if known and page is not None else self._index_of(row, block)
             self.at[block, self.direction[row]] = at
 
     def _index_of(self, row: int, block: int) -> int:

@@ -20,7 +20,7 @@ class Page:
         finders: Waiting rows whose prefix ends with this page.
         note: Data that the retention policy keeps for it.
         tenant: The tenant that filled or read it last.
-        beside: The page of its tokens in groups of layers with a window; None if there is none.
+        beside: The page of other groups of layers for its tokens; None if there is none.
     """
 
     __slots__ = (
@@ -51,11 +51,11 @@ class Page:
 
 
 class BesidePage(Page):
-    """A known block of K and one of V in each group of layers with a window. It comes and goes by
-    itself, and goes with `main` at the latest.
+    """A known block of K and one of V in each group of layers with a window, or the blocks of a
+    state. It comes and goes by itself, and goes with `main` at the latest.
 
     Attributes:
-        main: The page of its tokens in the group without a window.
+        main: The page of its tokens in the group with all K and V.
     """
 
     __slots__ = ("main",)

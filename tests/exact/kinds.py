@@ -21,10 +21,13 @@ WHOLE = {
 }
 # Layers with a window and layers without one.
 WINDOWED = ("gemma2", "gemma3", "gpt_oss", "qwen2_moe")
+# Layers that keep a state, and layers that do not.
+STATEFUL = ("qwen3_5", "qwen3_next")
 # What others of the reference cases have besides are constants, as of their rotations.
 NAMES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "gemma2", "gemma3", "glm4_moe",
          "gpt_oss", "granite", "llama3", "mistral", "mixtral", "olmo2", "opt", "opt_post_norm",
-         "phi4_mini", "qwen2", "qwen2_moe", "qwen3", "smollm3")  # fmt: skip
+         "phi4_mini", "qwen2", "qwen2_moe", "qwen3", "qwen3_5", "qwen3_next",
+         "smollm3")  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     **{name: hf_config(name) for name in NAMES},
     "whole": {**SHAPES["llama"], **WHOLE},
@@ -40,7 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         f"{name}, bfloat16": (name, BFLOAT16)
         for name in (
             *("deepseek_v2", "deepseek_v3", "gemma3", "glm4_moe", "gpt_oss", "opt", "qwen3"),
-            *("whole", "whole moe"),
+            *("qwen3_next", "whole", "whole moe"),
         )
     },
     "opt, int8": ("opt", {"model__quantization": "int8"}),

@@ -15,7 +15,7 @@ from jaxserve.engine.device import cache_moves
 from jaxserve.engine.startup.choices import policy_choice
 from tests.compiling import AS_USERS_HAVE_IT, as_users_have_it
 from tests.engine.harness import engine, wait_until_idle
-from tests.exact.kinds import KINDS, WINDOWED, write
+from tests.exact.kinds import KINDS, STATEFUL, WINDOWED, write
 from tests.exact.lots import Lots
 from tests.exact.questions import alone, differing, questions, together
 
@@ -29,6 +29,7 @@ FEW = (  # in `make test`; of the others each has something of one of these
     "gemma3",
     "gpt_oss",
     "deepseek_v2",
+    "qwen3_next, bfloat16",
     "qwen3, bfloat16",
     "whole moe, bfloat16",
     "whole, int8",
@@ -51,11 +52,12 @@ def test_whatever_becomes_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.M
         wait_until_idle(running)
         policy.quiet = False
         found = together(running, asked)
-        windowed = running._scheduler.groups is not None
+        grouped = running._scheduler.groups is not None
     assert not differing(found, expected)
-    assert windowed == (model in WINDOWED)
-    copies = () if windowed else ("copy",)  # layers with a window have no blocks to lend
-    assert min(policy.did[what] for what in ("checkpoint", "restore", "cut", *copies)) > 2
+    assert grouped == (model in WINDOWED + STATEFUL)
+    # Layers in groups have no blocks to lend, and a state stands for all of a text.
+    more = () if model in STATEFUL else ("cut",) if grouped else ("cut", "copy")
+    assert min(policy.did[what] for what in ("checkpoint", "restore", *more)) > 2
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.startup.choices import window_choice
-from jaxserve.sched.cache.windowed_pool import WindowedPool
+from jaxserve.engine.startup.choices import group_choice
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
 from tests.engine.drafts.conftest import Known
 from tests.engine.harness import engine, wait_until_idle
 from tests.exact.conftest import FIELDS
@@ -55,7 +55,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path
         if model not in known:
             path = write(tmp_path_factory.mktemp(model), model)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(window_choice, "layer_groups", lambda model: None)
+                patch.setattr(group_choice, "layer_groups", lambda model: None)
                 with engine(path, **FIELDS) as running:
                     assert running._scheduler.groups is None
                     known[model] = path, alone(running, questions())

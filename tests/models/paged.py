@@ -14,7 +14,9 @@ from jaxserve.models.forward import forward, logits
 from jaxserve.models.sharding import named, pool_kv_heads
 from jaxserve.pallas_kernels.attention import paged_attention, write
 from jaxserve.pallas_kernels.batch import LEFT, RIGHT, AttentionBatch
+from jaxserve.pallas_kernels.delta_net import DeltaInput, StateRows
 from jaxserve.pallas_kernels.pool import make_pool
+from jaxserve.pallas_kernels.recurrence import recur
 
 
 class PagedRun:
@@ -50,6 +52,12 @@ class PagedRun:
         order = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
         self.tables = order.reshape(len(lengths), 2, self.width)
         kv_heads = pool_kv_heads(config, 1 if mesh is None else mesh.size)
+        each = 0
+        if config.delta is not None:  # layers have slots of their own, so one state's blocks do
+            each = config.delta.blocks(kv_heads, block_size, config.head_dim, pool_dtype)
+        ids = num_blocks + np.arange(2 * len(lengths) * each, dtype=np.int32)
+        self.states = ids[::-1].reshape(len(lengths), 2, each)
+        num_blocks += len(ids)
         sharding = None
         if mesh is not None:
             sharding = named(mesh, ("layers", "blocks", "kv_heads", "slots", "head_dim"))
@@ -72,9 +80,13 @@ class PagedRun:
         """
         counts = [len(ids) for _, ids in chunks]
         batch, flat, positions = self._batch(chunks, rows, tokens)
+        states = np.zeros((rows, *self.states.shape[1:]), np.int32)
+        for i, (row, _) in enumerate(chunks):
+            states[i] = self.states[row]
+            self.states[row] = self.states[row, ::-1]
         decode_only = rows == tokens and set(counts) == {1}
         logits, self.pool = self._step(
-            self.params, self.pool, flat, positions, batch, decode_only=decode_only
+            self.params, self.pool, flat, positions, batch, states, decode_only=decode_only
         )
         found = np.asarray(logits)
         for row, ids in chunks:
@@ -119,14 +131,20 @@ class PagedRun:
         tokens: jax.Array,
         positions: jax.Array,
         batch: AttentionBatch,
+        states: jax.Array,
         decode_only: bool,
     ) -> tuple[jax.Array, jax.Array]:
         config, mesh = self.config, self.mesh
+        names = ("context_lens", "query_start", "query_lens", "token_row")
+        given: dict[str, Any] = {name: getattr(batch, name) for name in names}
 
         def attend(
-            pool: jax.Array, layer: LayerIndex, inputs: AttentionInput
+            pool: jax.Array, layer: LayerIndex, inputs: AttentionInput | DeltaInput
         ) -> tuple[jax.Array, jax.Array]:
             where: dict[str, Any] = {"backend": self.backend, "mesh": mesh}
+            if isinstance(inputs, DeltaInput):
+                of = StateRows(states, **given, decode_only=decode_only)
+                return recur(pool, layer, inputs, of, **where)
             pool = write(pool, layer, inputs.k, inputs.v, batch, **where)
             mixed = paged_attention(
                 inputs.q,

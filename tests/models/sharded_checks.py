@@ -48,9 +48,9 @@ LANES = {
     "slow": Lane(
         {
             **{"gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 4, "qwen2_moe": 2},
-            **{"deepseek_v2": 2, "deepseek_v3": 4, "glm4_moe": 2},
+            **{"deepseek_v2": 2, "deepseek_v3": 4, "glm4_moe": 2, "qwen3_5": 2},
         },
-        {"mixtral": 4, "gpt_oss": 2, "deepseek_v2_lite": 2},
+        {"mixtral": 4, "gpt_oss": 2, "deepseek_v2_lite": 2, "qwen3_5": 2},
         ("opt",),
         ("int8", "fp8"),
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,15 @@ import numpy as np
 import pytest
 
 from jaxserve.commands import convert
-from tests.models.fixtures import ROOT, hf_config, hf_tensors, load, refusal, write_checkpoint
+from tests.models.fixtures import (
+    ROOT,
+    assert_same,
+    hf_config,
+    hf_tensors,
+    load,
+    refusal,
+    write_checkpoint,
+)
 
 INDEX = "model.safetensors.index.json"
 OPT, LLAMA = "model.decoder.layers.1", "model.layers.0"
@@ -189,3 +198,56 @@ def test_a_place_that_cannot_be_written_is_found_before_the_weights_are_read(
     assert (
         capsys.readouterr().err == f"jaxserve convert: DST: {tmp_path / 'file'} is not a folder\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            {"layer_types": ["full_attention", "full_attention", *["linear_attention"] * 3]},
+            "layers.0.self_attn.*layer_types.*full_attention",
+        ),
+        ({"layer_types": ["linear_attention"] * 5}, "layer_types has no full_attention"),
+        ({"layer_types": ["linear_attention", "mamba"]}, "layer_types must be a list of 5"),
+        ({"full_attention_interval": 5}, "layers.1.linear_attn.*layer_types.*linear_attention"),
+        ({"linear_num_value_heads": 3}, "linear_num_value_heads 3 is not a multiple"),
+        ({"linear_num_key_heads": 1}, "linear_num_key_heads 1 is not a multiple of num_key_value"),
+        ({"linear_key_head_dim": 16}, "expected shape.*linear_num_key_heads"),
+        ({"linear_conv_kernel_dim": 3}, "conv1d.*expected shape.*linear_"),
+        ({"is_causal": False}, "is_causal"),
+    ],
+)
+def test_states_that_are_not_there(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
+    hf = hf_config("qwen3_next")
+    write_checkpoint(tmp_path, {**hf, **changed}, hf_tensors(hf))
+    assert re.search(said, refusal(tmp_path))
+
+
+def test_a_state_without_a_tensor(tmp_path: Path) -> None:
+    hf = hf_config("qwen3_5")
+    tensors = hf_tensors(hf)
+    del tensors["model.layers.2.linear_attn.A_log"]
+    write_checkpoint(tmp_path, hf, tensors)
+    assert re.search(r"no tensor .*A_log.*layer_types", refusal(tmp_path))
+
+
+def test_images_and_further_tokens_of_qwen_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = hf_config("qwen3_5")
+    rope = {"rope_theta": 1000.0, "mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    hf = {"model_type": "qwen3_5", "text_config": {**text, "rope_parameters": rope}}
+    hf |= {"vision_config": {"depth": 1}, "tie_word_embeddings": True}
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value
+        for name, value in hf_tensors(text).items()
+    }
+    one = np.zeros((1, 1), np.float32)
+    tensors |= {"model.visual.blocks.0.weight": one, "mtp.layers.0.fc.weight": one}
+    write_checkpoint(tmp_path, hf, tensors)
+    with caplog.at_level(logging.INFO):
+        found = load(tmp_path)
+    assert "images are refused" in caplog.text and "1 tensors mtp.*" in caplog.text
+    (tmp_path / "alone").mkdir()
+    write_checkpoint(tmp_path / "alone", text)
+    assert_same(found, load(tmp_path / "alone"))

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.cache.retention import LRU
-from jaxserve.sched.cache.window_groups import WindowGroups
 from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.plan import BatchPlan, Preempt
 from jaxserve.sched.policy import Limits

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels import KV, AttentionBatch
+from jaxserve.pallas_kernels import KV, AttentionBatch, StateRows
 
 PLACEHOLDER = -1
 """A token that is still on the device: the last one sampled in its row's slot."""
@@ -41,6 +41,7 @@ class Rows:
         counts: tokens that each row computes.
         contexts: tokens of each row that are cached before.
         tables: block ids, [m, planes, width].
+        states: blocks of states before and behind the step, [m, 2, states]; None for none.
         table_rows: the table of each row, [n]; None: they are in the rows' order.
         direction, kind: of the cache, [n] or one number; LEFT and KV by default.
         tokens: each row's tokens, as far as the host knows them; the newest may be missing: the
@@ -56,6 +57,7 @@ class Rows:
     counts: np.ndarray
     contexts: np.ndarray
     tables: np.ndarray
+    states: np.ndarray | None = None
     table_rows: np.ndarray | None = None
     direction: np.ndarray | int = 0
     kind: np.ndarray | int = 0
@@ -97,6 +99,7 @@ class Layout:
         block_size: tokens of a block; 0: unknown, so that tables are always sent whole.
         drafts: whether rows may have drafts, so that logits of several tokens of a row are wanted.
         planes: block tables of a row: of K and V, of each group of layers.
+        states: blocks of a row's states; 0: layers have none.
         lora: number of leading columns of adapters that contain all adapters of its rows, see
         `jaxserve.models.lora`; 0: no row has an adapter.
         deterministic: a row's bits depend on nothing else in the batch, see `Buckets`.
@@ -114,6 +117,7 @@ class Layout:
     lora: int = 0
     deterministic: bool = False
     planes: int = 2
+    states: int = 0
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         t, r = (self.tokens,), (self.rows,)
@@ -129,6 +133,7 @@ class Layout:
             "slots": r,
             "emit": r,  # whether such a token is followed by a sampled one
             **({"adapters": r} if self.lora else {}),
+            **({"states": (self.rows, 2, self.states)} if self.states else {}),
             "num_decodes": (),
             "num_rows": (),
             "greedy": (),  # whether the step itself draws the tokens, greedily
@@ -195,6 +200,8 @@ class Layout:
             ids = begin + self.rows
             buffer[begin : begin + n] = there
             buffer[ids:used] = _new_ids(rows.tables, which, there, blocks - there)
+        if rows.states is not None:
+            fields["states"][:n] = rows.states[which]
         fields["context_lens"][:n] = contexts + counts
         fields["query_start"][:n] = first
         fields["query_lens"][:n] = counts
@@ -377,6 +384,21 @@ def attention_batch(
     if given["tables"].shape[1] > 2:
         given["tables"] = given["tables"][:, 2 * group : 2 * group + 2]
     return AttentionBatch(**given, drafts=drafts)
+
+
+def state_rows(fields: dict[str, jax.Array], layout: Layout, group: int, blocks: int) -> StateRows:
+    """The kernels' view of the states of a batch.
+
+    Args:
+        fields: From `Layout.unpack`.
+        layout: The batch's.
+        group: The group of layers whose states these are, from 1.
+        blocks: Blocks of a state in each group.
+    """
+    tables = fields["states"][:, :, (group - 1) * blocks : group * blocks]
+    names = ("context_lens", "query_start", "query_lens", "token_row")
+    given: dict[str, Any] = {name: fields[name] for name in names}
+    return StateRows(tables, **given, decode_only=layout.decode_only)
 
 
 def positions(fields: dict[str, jax.Array]) -> jax.Array:

@@ -66,6 +66,7 @@ def build_batch(
         counts=counts,
         contexts=step.start,
         tables=pool.tables,
+        states=pool.states,
         table_rows=rows,
         direction=pool.direction[rows],
         kind=pool.kind[rows],

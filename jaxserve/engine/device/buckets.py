@@ -68,7 +68,7 @@ class Buckets:
         kernels of `pallas_kernels.deterministic_backend`. Only without hidden caches.
         row_sizes: numbers of rows that steps other than decode steps have, ascending; empty: those
         of `rows`. Other than these while only some decode steps are compiled.
-        planes: see `Layout`.
+        planes, states: see `Layout`.
     """
 
     rows: tuple[int, ...]
@@ -85,6 +85,7 @@ class Buckets:
     deterministic: int = NEVER
     row_sizes: tuple[int, ...] = ()
     planes: int = 2
+    states: int = 0
 
     @property
     def padding(self) -> Padding:
@@ -126,6 +127,7 @@ class Buckets:
             block_size=self.block_size,
             drafts=self.drafts and not decode_only,
             planes=self.planes,
+            states=self.states,
         )
 
     def deterministic_step(self) -> Layout:
@@ -255,6 +257,7 @@ def make_buckets(
     lora: tuple[int, ...] = (),
     deterministic: int = NEVER,
     planes: int = 2,
+    states: int = 0,
 ) -> Buckets:
     """Buckets up to max_rows and max_tokens. Default sizes are powers of two up to 256, multiples
     of 256 above, and the maximum itself; steps that are not decode steps have at least 16 tokens,
@@ -274,7 +277,7 @@ def make_buckets(
         drafts: see `Buckets`.
         lora: see `Buckets`.
         deterministic: see `Buckets`.
-        planes: see `Layout`.
+        planes, states: see `Layout`.
 
     Raises:
         ConfigError: given sizes are not ascending, or do not reach their maximum.
@@ -307,6 +310,7 @@ def make_buckets(
         lora,
         deterministic,
         planes=planes,
+        states=states,
     )
 
 

@@ -19,7 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.engine.device.batch_layout import PLACEHOLDER, Layout, attention_batch, positions
+from jaxserve.engine.device.batch_layout import (
+    PLACEHOLDER,
+    Layout,
+    attention_batch,
+    positions,
+    state_rows,
+)
 from jaxserve.engine.device.hidden_cache import attend_hidden, hidden_rows
 from jaxserve.engine.device.sampling import sample_greedy
 from jaxserve.engine.device.sampling_state import Newest
@@ -31,12 +37,14 @@ from jaxserve.models.dense import attend_both_ways
 from jaxserve.models.forward import forward, logits
 from jaxserve.models.lora import BASE, Adapters, with_adapters
 from jaxserve.pallas_kernels import (
+    DeltaInput,
     Pool,
     deterministic_backend,
     get_backend,
     paged_attention,
     plan_attention,
     plan_write,
+    recur,
     write,
 )
 
@@ -135,7 +143,11 @@ def _model_step(
     ]
     rows = hidden_rows(pool, batch, model, layout) if layout.hidden else None
 
-    def attend(pool: Pool, layer: LayerIndex, inputs: AttentionInput) -> tuple[Pool, jax.Array]:
+    def attend(
+        pool: Pool, layer: LayerIndex, inputs: AttentionInput | DeltaInput
+    ) -> tuple[Pool, jax.Array]:
+        if isinstance(inputs, DeltaInput):
+            return _recur(model, pool, layer, inputs, fields, layout)
         x = None if how is None else inputs.x.reshape(inputs.k.shape)
         k, v = inputs.k, inputs.v
         if x is not None and not layout.kv:
@@ -180,12 +192,28 @@ def _model_step(
     return StepOutput(pool, newest, sampled, found, slots, emit, checked, hidden)
 
 
+def _recur(
+    model: StepModel,
+    pool: Pool,
+    layer: LayerIndex,
+    inputs: DeltaInput,
+    fields: dict[str, jax.Array],
+    layout: Layout,
+) -> tuple[Pool, jax.Array]:
+    """`recur` for the rows of a batch."""
+    assert model.groups is not None
+    rows = state_rows(fields, layout, inputs.group, model.groups.state)
+    return recur(pool, layer, inputs, rows, backend=model.backend, mesh=model.mesh)
+
+
 def _planned(model: StepModel) -> dict[tuple[int, int | None], None]:
     """The groups of the model's layers, with their windows."""
     kinds = model.config.layer_kinds
     places = [(0, 0)] * len(kinds) if model.groups is None else model.groups.places
     return dict.fromkeys(
-        (group, kind.sliding_window) for kind, (group, _) in zip(kinds, places, strict=True)
+        (group, kind.sliding_window)
+        for kind, (group, _) in zip(kinds, places, strict=True)
+        if not kind.state
     )
 
 

@@ -23,9 +23,11 @@ from jaxserve.engine.startup.start_cache import NOWHERE, StartCache
 from jaxserve.engine.stats import EngineInfo
 from jaxserve.engine.text.detokenizer import Tokenizer
 from jaxserve.engine.text.grammar_process import GrammarLimits
-from jaxserve.models.layer_groups import windows_of
+from jaxserve.models.layer_groups import groups_beside
 from jaxserve.progress import Show, shown
 from jaxserve.sched.cache.cache_kinds import PROJECTED
+from jaxserve.sched.cache.groups.states import StateGroups
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.cost.online_cost_model import OnlineCostModel
 from jaxserve.sched.recording import Header
 from jaxserve.sched.registry import full_name, make_retention
@@ -77,7 +79,7 @@ def assemble(
         host_slots=memory.host_slots,
         prefix_caching=config.cache.prefix_caching,
         retention=make_retention(config.cache.retention),
-        groups=windows_of(kernels.model.groups),
+        groups=groups_beside(kernels.model.groups),
         seed=config.scheduler.seed,
         rho=initial.rho,
         projects=kernels.model.hidden_read == PROJECTED,
@@ -161,7 +163,7 @@ def _dtype_name(kernels: Kernels) -> str:
 
 
 def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialCostModel) -> Header:
-    groups = windows_of(chosen.kernels.model.groups)
+    groups = groups_beside(chosen.kernels.model.groups)
     return Header(
         began=datetime.datetime.now(datetime.UTC).isoformat(),
         versions={"jaxserve": __version__, "jax": jax.__version__},
@@ -184,5 +186,6 @@ def _header(config: Config, chosen: Choices, info: EngineInfo, initial: InitialC
         prefix_caching=config.cache.prefix_caching,
         retention=config.cache.retention,
         drafters=DRAFTERS if chosen.scheduling.policy.speculates else (),
-        groups=groups,
+        groups=groups if isinstance(groups, WindowGroups) else None,
+        states=groups if isinstance(groups, StateGroups) else None,
     )

@@ -52,7 +52,7 @@ class Blueprint:
         moves_cache: whether cached tokens are moved, see `Choices`.
         masked_sampling: whether to compile sampling with grammars' masks.
         lora: room for adapters; None for none.
-        windows: whether layers with a window give blocks behind it back.
+        grouped: whether groups of layers have block lists of their own.
     """
 
     shape: Mapping[str, str]
@@ -68,7 +68,7 @@ class Blueprint:
     moves_cache: bool
     masked_sampling: bool
     lora: LoraSlots | None = None
-    windows: bool = False
+    grouped: bool = False
 
     @classmethod
     def from_choices(cls, chosen: Choices, *, masked_sampling: bool) -> Blueprint:
@@ -89,7 +89,7 @@ class Blueprint:
             moves_cache=chosen.moves_cache,
             masked_sampling=masked_sampling,
             lora=model.lora,
-            windows=model.groups is not None,
+            grouped=model.groups is not None,
         )
 
     def plain(self) -> dict[str, Any]:
@@ -198,6 +198,10 @@ def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) ->
             raise ConfigError(
                 f"model.path: {name} is {own.get(name)} here, the leader's is {value}"
             )
+    groups = layer_groups(model) if blueprint.grouped else None
+    if groups is not None:
+        heads = sharding.pool_kv_heads(model, tensor)
+        groups = groups.for_pool(model, heads, blueprint.block_size, blueprint.cache_dtype)
     return StepModel(
         family,
         model,
@@ -207,7 +211,7 @@ def _step_model(served: ServedModelConfig, tensor: int, blueprint: Blueprint) ->
         blueprint.max_len,
         jnp.dtype(blueprint.activations),
         blueprint.lora,
-        layer_groups(model) if blueprint.windows else None,
+        groups,
     )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COMPILERS = ("jax", "jaxlib", "ml_dtypes", "numba", "llvmlite")
 _SOURCES = ("pallas_kernels", "models", "weights", "engine/device")  # what steps are traced from
 # Fields of a blueprint that say how many rows, blocks and programs there are.
-_SIZES = {"buckets", "allocated_blocks", "moves_cache", "masked_sampling", "windows"}
+_SIZES = {"buckets", "allocated_blocks", "moves_cache", "masked_sampling", "grouped"}
 _DIGITS = 16
 
 

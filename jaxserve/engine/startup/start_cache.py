@@ -43,7 +43,7 @@ def key_of(chosen: Choices) -> dict[str, Any]:
         "deterministic": buckets.deterministic,
         "limits": dataclasses.astuple(chosen.scheduling.limits),
         "versions": [__version__, jax.__version__],
-        **({} if model.groups is None else {"windows": model.groups.planes}),
+        **({} if model.groups is None else {"groups": dataclasses.astuple(model.groups)}),
     }
 
 

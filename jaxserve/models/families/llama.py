@@ -1,6 +1,6 @@
 """Llama-style decoders: Llama 2 and 3, Yi, Mistral, Ministral, Qwen2, Qwen2.5, Qwen3, SmolLM3,
 Granite 3, OLMo-2, Phi-3, Phi-4-mini and GLM-4.5; other modules of this package make configs of
-Gemma, gpt-oss and DeepSeek for the same layers.
+Gemma, gpt-oss, DeepSeek and Qwen3-Next for the same layers.
 
 RMS norms around sub-layers, rotary positions, gated feed-forward, grouped-query attention (Touvron
 et al. 2023, section 2.2). The table of `jaxserve.models.families.llama_types` has the differences
@@ -21,10 +21,12 @@ from jaxserve.models.base import (
     Carry,
     Experts,
     Family,
+    LayerKind,
     ModelConfig,
     Params,
     StepInputs,
 )
+from jaxserve.models.delta import DeltaParams, DeltaParts, delta_leaves
 from jaxserve.models.experts import ExpertParams, expert_leaves, gate_function, mixture
 from jaxserve.models.families.llama_config import EXPERT_NAMES, NORMS, LlamaConfig
 from jaxserve.models.families.llama_types import MODEL_TYPES, config_from_hf
@@ -60,7 +62,7 @@ class LlamaLayer:
 
     attn_norm: Norm | None
     attn_out_norm: Norm | None
-    attn: AttentionParams | FusedAttention | LatentAttention
+    attn: AttentionParams | FusedAttention | LatentAttention | DeltaParts | DeltaParams
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
     gate: Linear | None
@@ -93,8 +95,8 @@ def leaves(config: ModelConfig) -> LlamaParams:
     return LlamaParams(
         embed_tokens=table_leaf(f"{PREFIX}embed_tokens", vocab, d, "vocab", std),
         layers=tuple(
-            _layer_leaves(config, f"{PREFIX}layers.{i}", config.experts_of(i))
-            for i in range(config.num_layers)
+            _layer_leaves(config, f"{PREFIX}layers.{i}", config.experts_of(i), kind)
+            for i, kind in enumerate(config.layer_kinds)
         ),
         final_norm=norm_leaves(f"{PREFIX}norm", d, offset=config.norm_offset),
         lm_head=None if config.tied else table_leaf("lm_head", vocab, d, "vocab", std),
@@ -200,7 +202,9 @@ def _llama(config: ModelConfig) -> LlamaConfig:
     return config
 
 
-def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> LlamaLayer:
+def _layer_leaves(
+    config: LlamaConfig, name: str, experts: Experts | None, kind: LayerKind
+) -> LlamaLayer:
     def projection(
         part: str,
         shape: tuple[int, int],
@@ -223,8 +227,10 @@ def _layer_leaves(config: LlamaConfig, name: str, experts: Experts | None) -> Ll
     if config.joined:
         gate = up = "mlp.gate_up_proj"
         gate_rows, up_rows = (0, 2 * d_ff), (d_ff, 2 * d_ff)
-    attn: AttentionParams | LatentAttention
-    if config.latent is not None:
+    attn: AttentionParams | LatentAttention | DeltaParts
+    if kind.state:
+        attn = delta_leaves(config, f"{name}.linear_attn", apart=config.delta_apart)
+    elif config.latent is not None:
         attn = latent_leaves(config, f"{name}.self_attn", bias=config.qkv_bias)
     else:
         attn = attention_leaves(

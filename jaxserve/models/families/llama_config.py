@@ -64,6 +64,8 @@ class LlamaConfig(ModelConfig):
         joined: checkpoints have q, k and v as one tensor, and likewise the feed-forward layer's
             first two.
         expert_names: the experts' names in checkpoints, a key of `EXPERT_NAMES`.
+        delta_apart: checkpoints have a gated delta net's projections one by one, see
+            `delta.delta_leaves`.
     """
 
     qkv_bias: bool
@@ -76,6 +78,7 @@ class LlamaConfig(ModelConfig):
     residual_scale: float = 1.0
     joined: bool = False
     expert_names: str = "qwen"
+    delta_apart: bool = False
 
 
 def with_defaults(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def _qwen_experts(hf: Hf) -> Experts | None:
     return dataclasses.replace(experts, dense_layers=dense)
 
 
-def _shared_qwen_experts(hf: Hf) -> Experts | None:
+def shared_qwen_experts(hf: Hf) -> Experts | None:
     """The experts, and a shared one with a width of its own."""
     shared = fields.positive_int(hf, "shared_expert_intermediate_size")
     experts = _qwen_experts(hf)
@@ -240,7 +240,7 @@ MODEL_TYPES: dict[str, ModelType] = {
         qkv_bias=lambda hf: fields.flag(hf, "qkv_bias", True),
         layer_types=_if_used(_every_other),
         own_layer_types=True,
-        experts=_shared_qwen_experts,
+        experts=shared_qwen_experts,
     ),
     "qwen3_moe": ModelType(
         qk_norm=lambda hf: True, layer_types=_if_used(_every), experts=_qwen_experts

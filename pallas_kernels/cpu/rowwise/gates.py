@@ -15,8 +15,8 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import intrinsic
 from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES
 
 SHARE = 1 << 15  # numbers per share
-_SILU, _GELU, _CLAMPED = range(3)
-_KINDS = {"silu": _SILU, "gelu_pytorch_tanh": _GELU}
+_SILU, _GELU, _SIGMOID, _CLAMPED = range(4)
+_KINDS = {"silu": _SILU, "gelu_pytorch_tanh": _GELU, "sigmoid": _SIGMOID}
 
 
 def takes(gate: jax.Array, up: jax.Array) -> bool:
@@ -64,7 +64,8 @@ def _gate(
                 inner = vectors.fused(builder, cube, vectors.everywhere(0.044715), x)
                 slope = builder.fmul(inner, vectors.everywhere(1.5957691216057308))
             below = builder.fadd(one, vectors.exp(builder, builder.fneg(slope)))
-            value = builder.fmul(builder.fdiv(x, below), y)
+            above = one if activation == _SIGMOID else x
+            value = builder.fmul(builder.fdiv(above, below), y)
             if count is None:
                 vectors.store(builder, value, place)
             else:

@@ -14,7 +14,7 @@ from jaxserve.models.presets import preset
 from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes
 from jaxserve.sched.cache.block_sizes import blocks_for
-from jaxserve.sched.cache.windowed_pool import WindowedPool
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK, GIB = 16, 1 << 30
@@ -75,10 +75,10 @@ def held(config: ModelConfig, tokens: int) -> tuple[int, int, float]:
 
     groups = layer_groups(config)
     assert groups is not None
-    pool = WindowedPool(1 << 20, BLOCK, 1, tokens // BLOCK, groups=groups.windows, ahead=8192)
+    pool = WindowedPool(1 << 20, BLOCK, 1, tokens // BLOCK, groups=groups.beside, ahead=8192)
     pool.open_cache(0, 0)  # type: ignore[arg-type]
     pool.grow(0, tokens)
-    pool.first[0] = pool.ends[0] = groups.windows.behind(tokens - 1, BLOCK)
+    pool.first[0] = pool.ends[0] = groups.beside.behind(tokens - 1, BLOCK)
     kept = [
         min(window or tokens, tokens) for window in (k.sliding_window for k in config.layer_kinds)
     ]

@@ -12,11 +12,12 @@ from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
 from jaxserve.sched.cache.cache_kinds import HIDDEN, NOBODY, Direction
 from jaxserve.sched.cache.free_blocks import FreeBlocks
+from jaxserve.sched.cache.groups.state_pool import StatePool
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
 from jaxserve.sched.cache.kv_offload import HostMemory
 from jaxserve.sched.cache.page_shares import PageShares
 from jaxserve.sched.cache.pages import Page, beside_key
 from jaxserve.sched.cache.prefix_cache import PrefixCache
-from jaxserve.sched.cache.windowed_pool import WindowedPool
 from jaxserve.sched.step import Step
 from jaxserve.simulator.replica.counted_pool import CountedPool
 
@@ -46,6 +47,9 @@ def check_pool(pool: BlockPool) -> None:
             aside = pool.set_aside(pool.first[row], pool.held[row])
             assert aside >= there.size, "a row holds more than is set aside for it"
             alone += int(aside)
+        if isinstance(pool, StatePool):
+            alone += int((refs[pool.states_of(row)] == 1).sum())
+            assert pool.has[row] == (pool.held[row] > 0) >= pool.owns[row], "a state without a row"
         assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"
     assert (pool.mirrored <= pool.held).all(), "blocks are mirrored that nobody holds"
     used = refs > 0
@@ -57,7 +61,9 @@ def check_pool(pool: BlockPool) -> None:
         for block in np.flatnonzero(pool.owners[:, side] != NOBODY):
             owner, at = int(pool.owners[block, side]), pool.at[block, side]
             held = block in ids_of(pool, owner)
-            there = block in pool.tables[owner, :, at]
+            there = block in pool.tables[owner, :, at % pool.width]
+            if isinstance(pool, StatePool):
+                there |= block in pool.states[owner, :, at % pool.groups.planes]
             assert held and there, f"block {block} has an owner that does not hold it there"
     if isinstance(pool, WindowedPool):
         empty = pool.held == 0
@@ -143,7 +149,7 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
         wanted = [keys[depth if cache.host is None else 0 : len(chain) + 1]]
         wanted += [hidden[other : len(chain) + 1]] if cache._hidden else []
         if pool.groups is not None:
-            wanted = _wanted_by_windows(pool, keys, beside)
+            wanted = _wanted_beside(pool, keys, beside)
             depth = len(chain) if len(chain) < depth < known else depth
         for each in wanted if len(chain) < most else ():
             assert any(row in cache._wanted.get(key, ()) for key in each), "it would not be told"
@@ -162,13 +168,14 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
             assert (row in page.finders) == (len(chain) > 0 and page is chain[-1])
 
 
-def _wanted_by_windows(
+def _wanted_beside(
     pool: BlockPool, keys: Sequence[bytes], beside: Sequence[bool]
 ) -> list[list[bytes]]:
-    """The next page, and what the last window of all that is known lacks."""
+    """The next page, and what all that is known lacks beside it."""
     assert pool.groups is not None
-    begin = pool.groups.behind(len(beside) * pool.block_size, pool.block_size)
-    lacks = [at for at in range(begin, len(beside)) if not beside[at]]
+    valid = pool.groups.valid(len(beside), pool.block_size, beside.__getitem__)
+    lacking = pool.groups.lacking(len(beside), valid, pool.block_size)
+    lacks = [at for at in lacking if not beside[at]]
     wanted = [[key] for key in keys[len(beside) :][:1]]
     return wanted + ([[beside_key(keys[at]) for at in lacks]] if lacks else [])
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from jaxserve.sched.cache.window_groups import WindowGroups, peak_blocks
+from jaxserve.sched.cache.groups.groups import peak_blocks
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.registry import make_policy, policies
 from jaxserve.sched.request import Tier
 from jaxserve.sched.unified.unified_policy import UnifiedPolicy

@@ -122,6 +122,9 @@ def choose_kernels(
     suits = cached_in(platform, dtype, backend, hidden=read is not None)
     cached = choose_cache_dtype(cache.dtype, suits)
     _check_cache(platform, backend, cached, activations, latent=shape.latent is not None)
+    groups = scheduling.groups
+    if groups is not None:
+        groups = groups.for_pool(shape, pool_heads, scheduling.block_size, cached)
     why_not = why_not_deterministic(backend, shape, model.shards, read)
     if engine.deterministic and why_not:
         raise ConfigError(f"engine.deterministic: {why_not}")
@@ -138,7 +141,7 @@ def choose_kernels(
             max_len=model.max_len,
             activations=activations,
             lora=slots,
-            groups=scheduling.groups,
+            groups=groups,
         ),
         dtype=dtype,
         cache_dtype=cached,

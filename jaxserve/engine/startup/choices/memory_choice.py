@@ -24,6 +24,7 @@ from jaxserve.engine.startup.choices.pool_size import (
     pool_room,
 )
 from jaxserve.models.fused import param_bytes
+from jaxserve.models.layer_groups import LayerGroups
 from jaxserve.pallas_kernels import get_backend, skips_columns
 from jaxserve.pallas_kernels.backends import platform_backend
 from jaxserve.sched.cache.block_sizes import blocks_a_plane
@@ -88,8 +89,8 @@ def size_memory(
         groups,
     )
     if in_host and cache.prefix_caching and groups is not None:
-        log.info("cache.host_gib: of layers with a window only checkpoints go there, no prefixes")
-    demand = _demand(cache, scheduling, model.max_len)
+        log.info("cache.host_gib: of models with windows or states only checkpoints go there")
+    demand = _demand(cache, scheduling, model.max_len, groups)
     room = pool_room(
         demand,
         model.config,
@@ -130,10 +131,13 @@ def _buckets(engine: EngineConfig, scheduling: Scheduling, kernels: Kernels) -> 
         lora=() if model.lora is None else model.lora.widths(skips=skips),
         deterministic=kernels.deterministic,
         planes=2 if model.groups is None else model.groups.planes,
+        states=0 if model.groups is None else model.groups.states,
     )
 
 
-def _demand(cache: CacheConfig, scheduling: Scheduling, max_len: int) -> Demand:
+def _demand(
+    cache: CacheConfig, scheduling: Scheduling, max_len: int, groups: LayerGroups | None
+) -> Demand:
     return Demand(
         num_blocks=cache.num_blocks,
         block_size=scheduling.block_size,
@@ -143,7 +147,7 @@ def _demand(cache: CacheConfig, scheduling: Scheduling, max_len: int) -> Demand:
         max_model_len=max_len,
         max_batch_tokens=scheduling.limits.max_batch_tokens,
         modest=jax.default_backend() == "cpu" and not (cache.num_blocks or cache.memory_gib),
-        groups=scheduling.groups,
+        groups=groups,
     )
 
 

@@ -258,9 +258,14 @@ def given_rho(text: str, read: str | None) -> float | None:
 
 def lora_slots(lora: LoraConfig, family: Family, model: ModelConfig) -> LoraSlots | None:
     """Room for adapters as configured; None for none. Raises ConfigError for a target that the
-    model does not have."""
+    model does not have, and for models that have no adapters here."""
     if not lora.slots:
         return None
+    if model.delta is not None:
+        raise ConfigError(
+            "lora: adapters are not served with models whose layers keep a state (layer_types in "
+            "config.json)"
+        )
     known = dict.fromkeys(one.target for one in projections(family, model, fused=True))
     for target in lora.targets:
         if target not in known:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.config import ConfigError, SchedulerConfig
+from jaxserve.engine.startup.choices.group_choice import choose_groups
 from jaxserve.engine.startup.choices.pool_size import GIB, choose_block_size
-from jaxserve.engine.startup.choices.window_choice import choose_groups
 from jaxserve.models.base import ModelConfig
-from jaxserve.models.layer_groups import LayerGroups, windows_of
+from jaxserve.models.layer_groups import LayerGroups, groups_beside
 from jaxserve.sched.policy import Limits, Policy
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.scheduler import request_bytes
@@ -54,7 +54,7 @@ def choose_policy(
     sizes = {"max_len": max_len, "block_size": block_size}
     groups = choose_groups(model, policy, config.policy, **sizes)
     scheduling = Scheduling(policy, config.policy, limits, block_size, groups)
-    _check_tables(config.max_queue, scheduling, max_len)
+    _check_tables(config.max_queue, scheduling, max_len, model)
     return scheduling
 
 
@@ -88,10 +88,12 @@ def _limits(given: SchedulerConfig, policy: Policy, max_len: int) -> Limits:
     return limits
 
 
-def _check_tables(max_queue: int, scheduling: Scheduling, max_len: int) -> None:
+def _check_tables(max_queue: int, scheduling: Scheduling, max_len: int, model: ModelConfig) -> None:
     """ConfigError if the host tables of so many requests would take too much memory."""
-    groups, rows = windows_of(scheduling.groups), scheduling.limits.max_rows
-    size = request_bytes(max_len, scheduling.block_size, groups)
+    groups, rows = scheduling.groups, scheduling.limits.max_rows
+    if groups is not None:  # the pool is not known yet, but seldom has fewer bits
+        groups = groups.for_pool(model, model.num_kv_heads, scheduling.block_size, "bfloat16")
+    size = request_bytes(max_len, scheduling.block_size, groups_beside(groups))
     most = TABLES_GIB * GIB // size
     if max_queue + rows > most:
         raise ConfigError(

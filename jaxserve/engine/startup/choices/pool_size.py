@@ -13,11 +13,11 @@ from jaxserve.engine.device.cache_moves import STAGED_SLOTS
 from jaxserve.engine.device.step_model import GPUS
 from jaxserve.engine.startup.choices.device_memory import free_memory
 from jaxserve.models.base import ModelConfig
-from jaxserve.models.layer_groups import LayerGroups, pool_layers, windows_of
+from jaxserve.models.layer_groups import LayerGroups, groups_beside, pool_layers
 from jaxserve.pallas_kernels import block_bytes, default_block_size, slot_bytes
 from jaxserve.pallas_kernels.pool import MOST_NARROW
 from jaxserve.sched.cache.block_sizes import blocks_for
-from jaxserve.sched.cache.window_groups import peak_blocks
+from jaxserve.sched.cache.groups.groups import peak_blocks
 
 GIB = 1 << 30
 _LITTLE = 16  # part of the memory that a pool may take for nothing
@@ -135,7 +135,7 @@ def pool_room(
     if 0 < demand.num_blocks < pair:
         raise ConfigError(
             f"cache.num_blocks={demand.num_blocks}: a token takes {pair} blocks, of K and of V of "
-            "each group of layers"
+            "each group of layers, and of states"
         )
     if demand.num_blocks > fits:
         raise ConfigError(
@@ -170,7 +170,7 @@ def pool_blocks(demand: Demand, room: Room) -> int:
 
 def _held(demand: Demand, tokens: int) -> int:
     """Most blocks of a request of so many tokens with KV."""
-    groups = windows_of(demand.groups)
+    groups = groups_beside(demand.groups)
     return int(peak_blocks(tokens, demand.block_size, groups, demand.max_batch_tokens))
 
 
@@ -269,8 +269,7 @@ def host_slots(
     if gib and not used:
         raise ConfigError(
             f"cache.host_gib={gib:g}: the policy makes no checkpoints, and without "
-            "cache.prefix_caching, or where layers give blocks behind their window back, nothing "
-            "else goes there"
+            "cache.prefix_caching, or where layers have windows or states, nothing else goes there"
         )
     return int(gib * GIB // slot_bytes(pool_layers(config, groups), heads, config.head_dim, dtype))
 
@@ -284,6 +283,9 @@ def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> i
         each = 5 * config.d_model + 2 * -(-experts.d_ff // shards)
         width += experts.experts_per_token * each
     logits = demand.max_rows * config.vocab_size * 4 * 4
+    if (net := config.delta) is not None:  # the states of all rows, twice, and what is convolved
+        width += 3 * net.key_heads * net.channels * 4 // (item * shards)
+        logits += 2 * demand.max_rows * net.key_heads * net.kept * 4 // shards
     return demand.max_batch_tokens * width * item + logits
 
 

@@ -7,26 +7,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.cache.block_pool import BlockPool
-from jaxserve.sched.cache.block_sizes import PLANES, blocks_a_plane
-from jaxserve.sched.cache.cache_kinds import KV, LEFT
+from jaxserve.sched.cache.block_sizes import blocks_a_plane
+from jaxserve.sched.cache.cache_kinds import LEFT
+from jaxserve.sched.cache.groups.grouped_pool import GroupedPool
+from jaxserve.sched.cache.groups.grouped_prefix_cache import GroupedPrefixCache
+from jaxserve.sched.cache.groups.groups import PAIR
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.cache.pages import Page
-from jaxserve.sched.cache.window_groups import WindowGroups, longest_in, peak_blocks
-from jaxserve.sched.cache.windowed_prefix_cache import WindowedPrefixCache
 from jaxserve.sched.row_columns import grow_columns
 
-_PAIR = int(PLANES[KV])
 
-
-class WindowedPool(BlockPool):
-    """A `BlockPool` with a group of layers without a window, to which everything there applies, and
-    groups with one. All groups take blocks from the same free ones. Caches are K and V, filled from
-    the left, and blocks are neither lent nor copied.
+class WindowedPool(GroupedPool):
+    """A `GroupedPool` whose other groups have a window.
 
     Args:
-        num_blocks, block_size, max_owners, width, cache: See `BlockPool`.
-        groups: The groups with a window.
-        ahead: Most tokens that a request computes in a step.
+        num_blocks, block_size, max_owners, width, cache, groups, ahead: See `GroupedPool`.
 
     Attributes:
         most: Most blocks a plane that a row holds in a group with a window.
@@ -44,41 +39,18 @@ class WindowedPool(BlockPool):
         block_size: int,
         max_owners: int,
         width: int,
-        cache: WindowedPrefixCache | None = None,
+        cache: GroupedPrefixCache | None = None,
         *,
         groups: WindowGroups,
         ahead: int,
     ) -> None:
-        super().__init__(num_blocks, block_size, max_owners, width, cache)
-        self.groups, self.ahead = groups, ahead
-        self.tables = np.zeros((max_owners, _PAIR + groups.planes, width), np.int32)
+        sizes = num_blocks, block_size, max_owners, width
+        super().__init__(*sizes, cache, groups=groups, ahead=ahead)
+        self.tables = np.zeros((max_owners, PAIR + groups.planes, width), np.int32)
         self.first, self.ends = np.zeros((2, max_owners), np.int64)
         self.most = groups.most(block_size, ahead)
         self._in_windows = 0  # blocks in use there, shared ones once
         self._own_there = np.zeros(max_owners, np.int64)  # of them, those that only the row holds
-
-    @property
-    def pool_tokens(self) -> int:
-        """Tokens that the pool has room for, in requests of full length or a shorter one."""
-        alone = longest_in(self.num_blocks, self.block_size, self.groups, self.ahead)
-        return min(alone, self._whole(self.num_blocks)) if alone >= self._longest else alone
-
-    @property
-    def num_free_kv(self) -> int:
-        """See `BlockPool`: as many as requests of full length would leave there."""
-        return self._whole(self.num_free) // self.block_size * _PAIR
-
-    @property
-    def _longest(self) -> int:
-        return self.width * self.block_size
-
-    def _whole(self, blocks: int) -> int:
-        """Tokens of requests of full length that so many blocks have room for."""
-        return blocks * self._longest // int(self.blocks_for(self._longest))
-
-    def blocks_for(self, tokens: Any, kind: Any = KV) -> Any:
-        """See `BlockPool`: the most that a request of so many tokens holds."""
-        return peak_blocks(tokens, self.block_size, self.groups, self.ahead)
 
     @property
     def num_free(self) -> int:
@@ -113,7 +85,7 @@ class WindowedPool(BlockPool):
     def window_ids(self, row: int) -> np.ndarray:
         """The ids of the blocks that the row holds in groups with a window, int32 [groups.planes,
         n]."""
-        return self.tables[row, _PAIR:, self.first[row] : self.ends[row]]
+        return self.tables[row, PAIR:, self.first[row] : self.ends[row]]
 
     def needed(
         self,
@@ -141,7 +113,7 @@ class WindowedPool(BlockPool):
         `end`."""
         begin = max(first, int(self.groups.behind(end, self.block_size)) * self.block_size)
         index, offset = np.divmod(np.arange(begin, end), self.block_size)
-        blocks = self.tables[row, _PAIR:][:, index]
+        blocks = self.tables[row, PAIR:][:, index]
         slots = np.stack([blocks, np.broadcast_to(offset, blocks.shape)], axis=-1)
         return np.concatenate([super().slots_of(row, first, end), slots.reshape(-1, 2)]).astype(
             np.int32
@@ -164,7 +136,7 @@ class WindowedPool(BlockPool):
             index = np.arange(total) - np.repeat(np.cumsum(more) - more, more) + begin[of]
             owner = np.repeat(rows[of], planes)
             ids = self._take(owner, np.zeros(len(owner), np.int64), np.repeat(index, planes))
-            self.tables[rows[of], _PAIR:, index] = ids.reshape(total, planes)
+            self.tables[rows[of], PAIR:, index] = ids.reshape(total, planes)
             self._own_there[rows] += more * planes
             self._in_windows += total * planes
         self.ends[rows] = begin + more
@@ -179,7 +151,7 @@ class WindowedPool(BlockPool):
 
     def _leave_windows(self, row: int, first: int, end: int) -> None:
         """Gives back these blocks of the row."""
-        ids = self.tables[row, _PAIR:, first:end].ravel()
+        ids = self.tables[row, PAIR:, first:end].ravel()
         self._in_windows -= int(np.count_nonzero(self.refs[ids] == 1))
         self._let_go(ids, row, LEFT, self._own_there)
 
@@ -192,21 +164,12 @@ class WindowedPool(BlockPool):
         if beside:
             ids = np.array([page.ids for page in beside])
             self._in_windows += int(np.count_nonzero(self.refs[ids] == 0))
-            self._adopt(row, beside, first, side, _PAIR, self._own_there)
+            self._adopt(row, beside, first, side, PAIR, self._own_there)
         self.first[row], self.ends[row] = first, len(pages)
 
-    def register(self, row: int, index: int, *, swap: bool = True) -> bool:
-        """See `BlockPool`."""
-        known, cache = super().register(row, index, swap=swap), self.cache
-        assert isinstance(cache, WindowedPrefixCache)
-        page = cache.page(row, index)
-        if not known or page is None or page.beside is not None:
-            return known
-        if self.first[row] <= index < self.ends[row] and page.ids[0] == self.tables[row, 0, index]:
-            ids = self.tables[row, _PAIR:, index]
-            if (self.refs[ids] == 1).all():
-                cache.register_beside(page, tuple(ids.tolist()), row)
-        return known
+    def _beside(self, row: int, index: int) -> np.ndarray | None:
+        there = self.first[row] <= index < self.ends[row]
+        return self.tables[row, PAIR:, index] if there else None
 
     def check_keeps(self, row: int, tokens: int) -> None:
         """See `BlockPool`."""
@@ -223,9 +186,9 @@ class WindowedPool(BlockPool):
 
     def _is_shared(self, row: int, index: int) -> bool:
         """Whether another row has the row's block of that number, in any group."""
-        whole = self.tables[row, :_PAIR, index : min(index + 1, int(self.held[row]))]
+        whole = self.tables[row, :PAIR, index : min(index + 1, int(self.held[row]))]
         there = self.first[row] <= index < self.ends[row]
-        beside = self.tables[row, _PAIR:, index : index + int(there)]
+        beside = self.tables[row, PAIR:, index : index + int(there)]
         return bool((self.refs[whole] > 1).any() or (self.refs[beside] > 1).any())
 
     def truncate(self, row: int, tokens: int) -> None:

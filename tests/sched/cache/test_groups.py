@@ -1,5 +1,5 @@
-"""Groups of layers with a window: whatever happens, a row finds what it needs in each group, and no
-block is lost, lent twice or kept behind a window."""
+"""Groups of layers with a window or a state: whatever happens, a row finds what it needs in each
+group, and no block is lost, lent twice or kept for nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jaxserve.sched.cache.cache_kinds import CacheKind
-from jaxserve.sched.cache.window_groups import WindowGroups
-from jaxserve.sched.cache.windowed_pool import WindowedPool
+from jaxserve.sched.cache.groups.grouped_pool import GroupedPool
+from jaxserve.sched.cache.groups.groups import Groups
+from jaxserve.sched.cache.groups.state_pool import StatePool
+from jaxserve.sched.cache.groups.states import StateGroups
+from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
+from jaxserve.sched.cache.groups.windows import WindowGroups
 from jaxserve.sched.plan import BatchPlan, Checkpoint, InvalidPlan, Operation, Preempt, Restore
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import Request, SamplingParams
@@ -30,7 +34,7 @@ rows = st.integers(0, ROWS - 1)
 class Contents:
     """What is in the slots: a number for a token with all before it, negative for V."""
 
-    def __init__(self, blocks: int, groups: WindowGroups) -> None:
+    def __init__(self, blocks: int, groups: Groups) -> None:
         self.slots, self.host = np.zeros((blocks, BLOCK), np.int64), dict[int, np.ndarray]()
         self.groups = groups
 
@@ -47,31 +51,40 @@ class Contents:
                 for key in move.keys:
                     del self.host[key]
 
-    def write(self, pool: WindowedPool, row: int, first: int, end: int, text: list[int]) -> None:
+    def write(self, pool: GroupedPool, row: int, first: int, end: int, text: list[int]) -> None:
+        if isinstance(pool, StatePool):
+            self.check_state(pool, row, 0, first, text)
+            self.slots[pool.states[row, 1]] = text[end - 1]
         index, slot = np.divmod(np.arange(first, end), BLOCK)
         for plane, table in enumerate(pool.tables[row]):
             self.slots[table[index], slot] = np.array(text[first:end]) * (-1) ** plane
 
-    def check(self, pool: WindowedPool, row: int, cached: int, text: list[int]) -> None:
+    def check_state(
+        self, pool: StatePool, row: int, which: int, cached: int, text: list[int]
+    ) -> None:
+        """AssertionError if the state before a step, or behind it, is not that of these tokens."""
+        if cached:
+            state = self.slots[pool.states[row, which]]
+            assert (state == text[cached - 1]).all(), f"row {row} has another state"
+
+    def check(self, pool: GroupedPool, row: int, cached: int, text: list[int]) -> None:
         """AssertionError if the row lacks anything that its next token sees."""
+        if isinstance(pool, StatePool):
+            self.check_state(pool, row, 1, cached, text)
         for plane, table in enumerate(pool.tables[row]):
-            begin = 0 if plane < 2 else max(cached - self.groups.window + 1, 0)
+            begin = 0
+            if isinstance(self.groups, WindowGroups) and plane > 1:
+                begin = max(cached - self.groups.window + 1, 0)
             index, slot = np.divmod(np.arange(begin, cached), BLOCK)
             found = self.slots[table[index], slot] * (-1) ** plane
             assert found.tolist() == text[begin:cached], f"row {row}, plane {plane}"
 
 
-class Windows(RuleBasedStateMachine):
+class Machine(RuleBasedStateMachine):
     """Random operations. Texts begin alike in one of two ways, and go on by themselves."""
 
-    @initialize(
-        blocks=st.integers(20, 150),
-        window=st.integers(1, 30),
-        groups=st.integers(1, 3),
-        host=st.sampled_from([0, 600]),
-    )
-    def start(self, blocks: int, window: int, groups: int, host: int) -> None:
-        self.groups, self.numbers = WindowGroups(window, groups), count(1000)
+    def begin(self, blocks: int, groups: Groups, host: int) -> None:
+        self.groups, self.numbers = groups, count(1000)
         self.made = Scheduler(
             Scripted(),
             Limits(AHEAD, AHEAD, ROWS),
@@ -89,9 +102,9 @@ class Windows(RuleBasedStateMachine):
         self.texts = [self.add(row, row % 2, 30) for row in range(ROWS)]
 
     @property
-    def pool(self) -> WindowedPool:
+    def pool(self) -> GroupedPool:
         pool = self.made.pool
-        assert isinstance(pool, WindowedPool)
+        assert isinstance(pool, GroupedPool)
         return pool
 
     def add(self, row: int, start: int, alike: int) -> list[int]:
@@ -134,16 +147,20 @@ class Windows(RuleBasedStateMachine):
         for row, first, end in zip(
             step.rows.tolist(), step.start.tolist(), step.end.tolist(), strict=True
         ):
-            self.device.check(pool, row, first, self.texts[row])
+            if isinstance(pool, WindowedPool):
+                self.device.check(pool, row, first, self.texts[row])
             self.device.write(pool, row, first, end, self.texts[row])
         made.receive(step.emitting, 0.0)
         for row in made.release_finished(step).tolist():
             self.end(row, 0, 30)
         held = np.flatnonzero(pool.held)
-        computed = made.table.computed[held]
-        behind = self.groups.behind(computed, BLOCK)
-        planned = np.isin(held, step.rows)
-        assert (pool.first[held][planned] == behind[planned]).all(), "it is kept behind a window"
+        if isinstance(pool, WindowedPool):
+            behind = pool.groups.behind(made.table.computed[held], BLOCK)
+            planned = np.isin(held, step.rows)
+            assert (pool.first[held][planned] == behind[planned]).all(), "it is kept behind"
+        if isinstance(pool, StatePool):
+            assert not pool.moves.any(), "a state that was read is kept"
+            assert (pool.reached[held] == made.table.computed[held]).all()
         return step
 
     def end(self, row: int, start: int, alike: int) -> None:
@@ -174,13 +191,17 @@ class Windows(RuleBasedStateMachine):
 
     @rule(row=rows, keep=st.sampled_from([0, 0, 1, 2, 3, 8, 40]))
     def preempt(self, row: int, keep: int) -> None:
-        """Of tokens behind the window it cannot keep some alone, nor half of a shared block."""
+        """Of tokens behind the window it cannot keep some alone, nor half of a shared block; and no
+        state but the last one."""
         table = self.made.table
         keep = max(int(table.computed[row]) - keep, 0) if keep else 0
         if table.state[row] == RUNNING:
             can = keep < table.computed[row]
-            can &= not keep or self.pool.first[row] <= self.pool.groups.behind(keep, BLOCK)
-            can &= not (keep % BLOCK and self.pool._is_shared(row, keep // BLOCK))
+            if isinstance(self.pool, WindowedPool):
+                can &= not keep or self.pool.first[row] <= self.pool.groups.behind(keep, BLOCK)
+                can &= not (keep % BLOCK and self.pool._is_shared(row, keep // BLOCK))
+            else:
+                can &= not keep
             done = self.book({}, Preempt(array(row), array(keep)))
             assert (done is not None) == can
 
@@ -215,7 +236,72 @@ class Windows(RuleBasedStateMachine):
             self.device.check(self.pool, row, int(self.made.table.computed[row]), self.texts[row])
 
 
-TestWindows = Windows.TestCase
-TestWindows.settings = settings(
+class Windows(Machine):
+    @initialize(
+        blocks=st.integers(20, 150),
+        window=st.integers(1, 30),
+        groups=st.integers(1, 3),
+        host=st.sampled_from([0, 600]),
+    )
+    def start(self, blocks: int, window: int, groups: int, host: int) -> None:
+        self.begin(blocks, WindowGroups(window, groups), host)
+
+
+class States(Machine):
+    @initialize(
+        blocks=st.integers(30, 150),
+        each=st.integers(1, 7),
+        groups=st.integers(1, 3),
+        host=st.sampled_from([0, 600]),
+    )
+    def start(self, blocks: int, each: int, groups: int, host: int) -> None:
+        self.begin(blocks, StateGroups(groups, each), host)
+
+
+TestWindows, TestStates = Windows.TestCase, States.TestCase
+TestWindows.settings = TestStates.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, phases=[Phase.generate]
 )
+
+
+def test_a_snapshot_goes_before_those_behind_it() -> None:
+    """Of the last text that has several, rather than the only one of an older text."""
+    made = Scheduler(
+        Scripted(),
+        Limits(AHEAD, AHEAD, ROWS),
+        num_blocks=100,
+        block_size=BLOCK,
+        max_model_len=LONGEST,
+        capacity=ROWS,
+        cost_model=FLAT,
+        prefix_caching=True,
+        groups=StateGroups(count=2, blocks=4),
+    )
+    made.policy.chunked = True
+
+    def serve(name: str, tokens: int) -> None:
+        keys = tuple(f"{name}{end}".encode() for end in range(BLOCK, tokens + 1, BLOCK))
+        prompt = (1,) * (tokens + 1)
+        row = made.add(Request("r", prompt, SamplingParams(max_tokens=1), block_keys=keys))
+        while made.table.computed[row] <= tokens:
+            picked, computed = array(row), int(made.table.computed[row])
+            room = array(tokens + 1)
+            count = array(min(AHEAD, tokens + 1 - computed))
+            plan = BatchPlan(picked, count, room, array(int(CacheKind.KV)))
+            made.policy.next = plan  # type: ignore[attr-defined]
+            step = made.schedule(0.0)
+            made.receive(step.emitting, 0.0)
+            made.release_finished(step)
+        made.finish(row)
+
+    def snapshots(name: str) -> list[int]:
+        assert made.cache is not None
+        found = (page for page in made.cache.pages() if page.beside is not None)
+        return sorted(page.depth + 1 for page in found if page.key.startswith(name.encode()))
+
+    serve("old", 8)
+    serve("new", 24)
+    assert (snapshots("old"), snapshots("new")) == ([2], [2, 4, 6])
+    serve("other", 32)
+    assert snapshots("old") == [2]
+    assert snapshots("new") in ([4, 6], [6])
