@@ -30,6 +30,8 @@ from jaxserve.engine.startup import step_profile
 from jaxserve.engine.startup.step_timer import Shape, StepTimer
 from jaxserve.engine.stats import StepRecorder
 from jaxserve.machine import machine, versions
+from jaxserve.sched.cache.block_sizes import tokens_in
+from jaxserve.sched.cache.groups.states import StateGroups
 from jaxserve.sched.cost.cost_model_fit import Fit, FitError, Sample, fit
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
@@ -139,6 +141,13 @@ def profile_engine(engine: Any, progress: Progress = iter) -> tuple[System, Fit,
     model = dataclasses.replace(found.model, overlapped=engine.executor.copies_beside)
     found = dataclasses.replace(found, model=model)
     system = _system(info, limits, timer.padding, found)
+    if isinstance(groups := scheduler.groups, StateGroups):
+        states = {
+            "state_groups": groups.count,
+            "state_slots": groups.blocks * info.block_size,
+            "kv_tokens": tokens_in(info.num_blocks, info.block_size),
+        }
+        system = dataclasses.replace(system, **states)
     about = {**system.about, "pivot": pivot(samples)}
     return dataclasses.replace(system, about=about), found, samples
 

@@ -144,6 +144,25 @@ _ROTARY: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN_3 | _TIED,
     "qwen3-8b": _QWEN_3,
     "gemma-3-27b": _GEMMA_3 | {"query_pre_attn_scalar": 168},
+    "qwen3-next-80b": {
+        "model_type": "qwen3_next",
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "max_position_embeddings": 262144,
+        "rope_theta": 10000000.0,
+        "rms_norm_eps": 1e-6,
+        "intermediate_size": 5120,  # of layers without experts; it has none
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": MODELS["qwen3-next-80b"].shared_d_ff,
+        "num_experts": MODELS["qwen3-next-80b"].experts,
+        "num_experts_per_tok": MODELS["qwen3-next-80b"].experts_per_token,
+        "norm_topk_prob": True,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "bos_token_id": None,
+        "eos_token_id": [151645, 151643],
+    },
     "qwen3-30b-a3b": _QWEN_3
     | {
         "model_type": "qwen3_moe",

@@ -153,8 +153,8 @@ class EngineOptions:
         say that their tokens are the same. Off by default, whatever the rules.
         retention: Which unread pages are kept: a name of `registry.RETENTIONS`, with parameters.
         Others than `lru` run in Python.
-        groups: The groups of layers with a window, which keep no more than it; None for none. Runs
-            in Python.
+        groups: The groups of layers that keep less than all K and V; None for those with a state
+            of the system, if it has some. Runs in Python.
         online: Policies see a model that starts as this one and learns from the steps, as in a
         server.
     """

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxserve.sched.cache.block_sizes import blocks_for, slots_for, tokens_in
+from jaxserve.sched.cache.groups.states import StateGroups
 from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.cost.cost_model import CostModel
 from jaxserve.sched.cost.host_overhead import HostOverhead
@@ -201,7 +202,7 @@ def _setting(
         prefix_caching=engine.prefix_caching,
         retention=engine.retention,
         online=engine.online,
-        groups=engine.groups,
+        groups=engine.groups or state_groups(known, size),
     )
     if known is None:
         return setting
@@ -382,6 +383,13 @@ def _capacity(max_queue: int | None, limits: Limits) -> float:
     if limits.max_rows >= MAX_ROWS:
         raise SimulationError("max_queue needs a limit of max_rows; there is none here")
     return max_queue + limits.max_rows
+
+
+def state_groups(system: System | None, block_size: int) -> StateGroups | None:
+    """The groups of a system's layers with a state, in a pool of such blocks; None for none."""
+    if system is None or not system.state_groups:
+        return None
+    return StateGroups(system.state_groups, -(-system.state_slots // block_size))
 
 
 def _num_blocks(

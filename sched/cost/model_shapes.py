@@ -36,6 +36,8 @@ class Model:
         latent: If K and V of a token are the halves of one vector, which is the key of all heads:
         its first elements, which are their value, the latent vector. Every device has it whole.
         Otherwise 0.
+        state_layers: Number of layers that keep a state in place of K and V.
+        state: Numbers, 32-bit, of such a layer's state of a request.
     """
 
     layers: int
@@ -56,6 +58,8 @@ class Model:
     dense_d_ff: int = 0
     projections: int = 0
     latent: int = 0
+    state_layers: int = 0
+    state: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -110,6 +114,11 @@ class Model:
         return self.matrix_params * self.weight_bytes + tables
 
     @property
+    def kv_layers(self) -> int:
+        """Layers with K and V."""
+        return self.layers - self.state_layers
+
+    @property
     def kv_bytes(self) -> int:
         """Bytes of one token's K and V in one layer."""
         return 2 * self.kv_heads * self._vector_bytes
@@ -140,6 +149,17 @@ def _of_latent(d_model: int, heads: int) -> int:
     return d_model * (512 + 64) + 512 * heads * (128 + 128) + heads * 128 * d_model
 
 
+def _of_gated(d_model: int, heads: int, kv_heads: int, head_dim: int) -> int:
+    """Weights of an attention of which each query head has a gate."""
+    return d_model * head_dim * (3 * heads + 2 * kv_heads)
+
+
+def _of_delta(d_model: int, key_heads: int, value_heads: int, head_dim: int) -> int:
+    """Weights of a gated delta net."""
+    keys, values = key_heads * head_dim, value_heads * head_dim
+    return d_model * (2 * keys + 3 * values + 2 * value_heads)
+
+
 MODELS = {
     "opt-125m": Model(12, 768, 3072, 12, 12, 64, 50272, gated=False, rotary=False),
     "opt-1.3b": Model(24, 2048, 8192, 32, 32, 64, 50272, gated=False, rotary=False),
@@ -159,6 +179,16 @@ MODELS = {
     "qwen2-7b": Model(28, 3584, 18944, 28, 4, 128, 152064),
     "gemma-3-27b": Model(62, 5376, 21504, 32, 16, 128, 262208),
     "qwen3-30b-a3b": Model(48, 2048, 768, 32, 4, 128, 151936, experts=128, experts_per_token=8),
+    # 36 of 48 layers have a gated delta net, of 16 key and 32 value heads of 128, with 4 taps.
+    "qwen3-next-80b": Model(
+        *(48, 2048, 512, 16, 2, 256, 151936),
+        experts=512,
+        experts_per_token=10,
+        shared_d_ff=512,
+        projections=(_of_gated(2048, 16, 2, 256) + 3 * _of_delta(2048, 16, 32, 128)) // 4,
+        state_layers=36,
+        state=32 * 128 * 128 + 3 * (2 * 16 + 32) * 128,
+    ),
     "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201088, experts=32, experts_per_token=4),
     "gpt-oss-120b": Model(36, 2880, 2880, 64, 8, 64, 201088, experts=128, experts_per_token=4),
     "deepseek-v2-lite": Model(

@@ -47,6 +47,8 @@ class System:
         and V (Apt-Serve Eq. 6). May be negative; None if there are no hidden caches.
         projects: Whether such a read projects every vector into K and V, see `View`.
         scatter: How measured steps deviate from the cost model; None for not at all.
+        state_groups: Groups of layers with a state (`StateGroups`); 0 for none.
+        state_slots: Slots, each in one plane and layer, of a state in each of them.
 
     Raises:
         ValueError: A field is out of range, or the cost model's time of a step of one token is
@@ -67,6 +69,8 @@ class System:
     rho: float | None = None
     projects: bool = False
     scatter: Scatter | None = None
+    state_groups: int = 0
+    state_slots: int = 0
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "max_batch_tokens"):
@@ -106,6 +110,8 @@ class System:
         content = asdict(profile)
         if self.rho is None:
             del content["rho"], content["projects"]
+        if not self.state_groups:
+            del content["state_groups"], content["state_slots"]
         if not model.num_experts:
             del content["num_experts"], content["experts_per_token"]
             del content["seconds_per_layer"]["per_expert"]
@@ -133,6 +139,8 @@ class _Profile:
     projects: bool = False
     num_experts: int = 0
     experts_per_token: int = 0
+    state_groups: int = 0
+    state_slots: int = 0
 
 
 _SAME = {field.name for field in fields(_Profile)} & {field.name for field in fields(System)}

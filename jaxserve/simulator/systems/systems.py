@@ -32,6 +32,7 @@ from jaxserve.simulator.systems.presets import LLAMA_2_7B, PRESETS
 # Efficiencies of attention and hidden caches, from the first preset, since no table has them.
 _PROJECTION_EFFICIENCY = 0.68  # of peak FLOP/s: its token slope, 212 of 312 TFLOP/s
 _ATTENTION_EFFICIENCY = 0.157  # of peak FLOP/s: its prefill slope, 48.8 TFLOP/s
+_STATE_BYTES, _STATE_FLOPS = 4, 6  # a number, and for it in each update
 _MEMORY_FOR_USE = 0.9  # share of the memory for weights and cache
 
 
@@ -59,7 +60,9 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
 
     Of experts a step reads as many as its tokens are expected to go to, each device a part of each,
     and a token takes the FLOPs of those that it goes to. All of them are in memory. Windows are
-    ignored: a decode reads all of its cache in every layer.
+    ignored: a decode reads all of its cache in every layer. Layers with a state attend to nothing:
+    a decode, or a chunk, reads and writes the state, however long its context is, and a token takes
+    6 FLOPs a number of it, at the rate of attention. No table says how fast that is.
 
     Args:
         model: Its shape.
@@ -75,7 +78,7 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
     room = device.memory * n * _MEMORY_FOR_USE - model.param_bytes
-    kv_tokens = int(room // (model.kv_bytes_on(n) * model.layers))
+    kv_tokens = int(room // (model.kv_bytes_on(n) * model.kv_layers))
     if kv_tokens < 1:
         raise ValueError(
             f"{name or 'the model'}: weights of {model.param_bytes / 1e9:.0f} GB do not fit into "
@@ -87,24 +90,27 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     # The output matrix, which is no layer's: bytes a step, and FLOPs a token.
     output = model.vocab * model.d_model / n / model.layers
     each = 2 * output / (figures.matmul * device.flops)
-    decode = kv = model.kv_bytes_on(n) / bandwidth
-    attention = model.heads * model.attended / (_ATTENTION_EFFICIENCY * flops)
+    attending = model.kv_layers / model.layers
+    decode = kv = attending * model.kv_bytes_on(n) / bandwidth
+    attention = attending * model.heads * model.attended / (_ATTENTION_EFFICIENCY * flops)
+    state = (1 - attending) * 2 * _STATE_BYTES * model.state / bandwidth
+    update = (1 - attending) * _STATE_FLOPS * model.state / (_ATTENTION_EFFICIENCY * flops)
     if model.latent:
         decode = max(kv, 2 * attention)
     read = hidden_read_of(model, hidden_read)
     hidden = _hidden_terms(model, read, flops, bandwidth) if read else {}
     coefficients = dataclasses.replace(
         base,
-        per_token=token,
+        per_token=token + update,
         token_bias=step + model.table_bytes * output / (figures.read * device.bandwidth),
         decode_kv=decode,
-        per_decode=base.per_decode + each,
+        per_decode=base.per_decode + each + state,
         prefill_quad=attention,
-        per_prefill=base.per_prefill + each,
+        per_prefill=base.per_prefill + each + state,
         prefill_m=kv,
         per_expert=figures.reading(work.expert, device),
         **hidden,
-        **moved_slot(model, device),
+        **{name: attending * cost for name, cost in moved_slot(model, device).items()},
     )
     source = "measured tables (Vidur, MIT)" if device.measured else "specification"
     about = {"source": source, "figures_of": device.kind, "attention_of": "llama-2-7b@a100"}
@@ -123,7 +129,16 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
         experts_per_token=model.experts_per_token,
     )
     projects = read == "projected"
-    return System(name, cost_model, kv_tokens, about=about, rho=rho, projects=projects)
+    return System(
+        name,
+        cost_model,
+        kv_tokens,
+        about=about,
+        rho=rho,
+        projects=projects,
+        state_groups=-(-model.state_layers // model.kv_layers),
+        state_slots=-(-_STATE_BYTES * model.state // (model.kv_bytes // 2)),
+    )
 
 
 def _hidden_terms(model: Model, read: str, flops: float, bandwidth: float) -> dict[str, float]:

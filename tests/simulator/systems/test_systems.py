@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxserve.models.layer_groups import layer_groups
+from jaxserve.models.presets import preset
+from jaxserve.models.registry import family_for
 from jaxserve.sched.cost.cost_model import BatchFeatures, Coefficients, LinearCostModel
 from jaxserve.sched.cost.hardware import DEVICES
 from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.model_shapes import MODELS
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.profiles import System, UnknownSystem, load
+from jaxserve.simulator.simulator import state_groups
 from jaxserve.simulator.systems.layers import figures_of
 from jaxserve.simulator.systems.systems import hidden_read_of, scale, system
 
@@ -149,6 +153,7 @@ def test_of_experts_those_that_tokens_go_to_are_read_and_all_are_in_memory() -> 
         ("mixtral-8x7b", 46.7),
         ("gpt-oss-20b", 20.9),
         ("gpt-oss-120b", 116.8),
+        ("qwen3-next-80b", 79.7),
     ],
 )
 def test_the_models_have_their_sizes(name: str, billions: float) -> None:
@@ -173,6 +178,25 @@ def test_weights_are_those_of_the_checkpoint_unless_the_name_says() -> None:
     assert own.kv_tokens == int(left // (8 * 61 * 2 * (512 + 64)))
     with pytest.raises(UnknownSystem, match="1342 GB do not fit"):
         system("deepseek-v3:16-bit@8xh200")
+
+
+def test_states_are_read_whatever_the_context() -> None:
+    """36 of 48 layers have a state of 2.1 MiB; the other 12 have 2 KiB of K and V a token."""
+    shape, place = MODELS["qwen3-next-80b"], system("qwen3-next-80b@4xh100")
+    left = 0.9 * 4 * 80e9 - shape.param_bytes
+    assert place.kv_tokens == int(left // (12 * 2048))
+    groups = state_groups(place, 16)
+    assert groups is not None and (groups.count, groups.blocks) == (3, 134)
+    family = family_for(preset("qwen3-next-80b"))
+    model = family.config_from_hf(preset("qwen3-next-80b"))
+    own = layer_groups(model)
+    assert own is not None and own.for_pool(model, 2, 16, "bfloat16").beside == groups
+    assert family.num_params(model) / 1e9 == pytest.approx(79.7, rel=0.01)
+    cost, other = place.cost_model.coefficients, system("qwen3-30b-a3b@4xh100").cost_model
+    bandwidth = 4 * 3.35e12 * 0.94
+    assert cost.decode_kv * 48 == pytest.approx(12 * 2048 / bandwidth)
+    more = cost.per_decode - other.coefficients.per_decode
+    assert more * 48 == pytest.approx(36 * 2 * 4 * shape.state / bandwidth, rel=0.01)
 
 
 def test_latent_vectors_are_on_every_device() -> None:

@@ -37,7 +37,8 @@ def memory(preset: str) -> Memory:
         )
         configs.append(load_shape(served.model)[1])
     wide = configs[0]
-    numbers = 2 * wide.num_layers * wide.num_kv_heads * wide.head_dim
+    layers = sum(not kind.state for kind in wide.layer_kinds)
+    numbers = 2 * layers * wide.num_kv_heads * wide.head_dim
     return Memory(
         weights=tuple(param_bytes(config, WIDE) / _GIB for config in configs),
         token=2 * numbers / _KIB,

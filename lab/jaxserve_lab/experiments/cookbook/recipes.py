@@ -146,6 +146,29 @@ RECIPES: dict[str, Recipe] = {
             "made wide as they are read.",
         ),
     ),
+    "qwen3-next": Recipe(
+        title="Qwen3-Next and Qwen 3.5",
+        commands=(
+            (
+                "jaxserve serve Qwen/Qwen3-Next-80B-A3B-Instruct --config.mesh.tensor=4",
+                "on four H100",
+            ),
+        ),
+        presets=("qwen3-next-80b",),
+        measured=(),
+        notes=(
+            "Three of four layers keep a state of fixed size in place of K and V: 75 MiB a request "
+            "of Qwen3-Next-80B, beside the K and V below. See [models.md](../models.md).",
+            "Of Qwen 3.5 only texts are served.",
+            *_EXPERTS,
+        ),
+        limits=(
+            "On GPUs and TPUs the states of a prompt are updated token by token, which is slow and "
+            "was not run on one.",
+            "Drafts (`+spec`), `bros` and adapters are refused. Tensors `mtp.*` are not used.",
+            _NO_HIDDEN,
+        ),
+    ),
     "gpt-oss": Recipe(
         title="gpt-oss",
         commands=(
