@@ -41,7 +41,6 @@ class Rows:
         counts: tokens that each row computes.
         contexts: tokens of each row that are cached before.
         tables: block ids, [m, planes, width].
-        states: blocks of states before and behind the step, [m, 2, states]; None for none.
         table_rows: the table of each row, [n]; None: they are in the rows' order.
         direction, kind: of the cache, [n] or one number; LEFT and KV by default.
         tokens: each row's tokens, as far as the host knows them; the newest may be missing: the
@@ -52,12 +51,12 @@ class Rows:
         adapters: number of each row's adapter, [n], or 0; see `jaxserve.models.lora`.
         mirrored: blocks per plane of each row's table that are on the device already, in its slot,
         [n]; None if tables are to be sent whole.
+        states: blocks of states before and behind the step, [m, 2, states]; None for none.
     """
 
     counts: np.ndarray
     contexts: np.ndarray
     tables: np.ndarray
-    states: np.ndarray | None = None
     table_rows: np.ndarray | None = None
     direction: np.ndarray | int = 0
     kind: np.ndarray | int = 0
@@ -67,6 +66,7 @@ class Rows:
     drafts: np.ndarray | None = None
     adapters: np.ndarray | int = 0
     mirrored: np.ndarray | None = None
+    states: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

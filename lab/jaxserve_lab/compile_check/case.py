@@ -114,7 +114,7 @@ class CompileCase:
     @property
     def groups(self) -> LayerGroups | None:
         """Which layers share block lists; None if all do."""
-        return groups_of(self.config)
+        return groups_of(self.config, self.sizes, self.pool_heads)
 
     @property
     def pool_bytes(self) -> int:
@@ -138,14 +138,18 @@ class CompileCase:
         """The engine's default buckets for these sizes, with tables for the longest request."""
         width = -(-self.config.max_position // self.sizes.block_size)
         planes = 2 if self.groups is None else self.groups.planes
+        states = 0 if self.groups is None else self.groups.states
         rows, tokens = self.sizes.max_rows, self.sizes.max_batch_tokens
-        return make_buckets(rows, tokens, width=width, planes=planes)
+        return make_buckets(rows, tokens, width=width, planes=planes, states=states)
 
 
-def groups_of(config: ModelConfig) -> LayerGroups | None:
-    """The groups that the engine would choose for requests of full length."""
+def groups_of(config: ModelConfig, sizes: Sizes, heads: int) -> LayerGroups | None:
+    """The groups that the engine would choose for requests of full length. heads: KV heads of the
+    pool."""
     short = [window for window in config.windows if window and window < config.max_position]
-    return layer_groups(config) if short else None
+    groups = layer_groups(config) if short or config.delta is not None else None
+    pool = heads, sizes.block_size, sizes.cache_dtype
+    return None if groups is None else groups.for_pool(config, *pool)
 
 
 def model_shape(name: str) -> tuple[Family, ModelConfig]:
@@ -217,7 +221,7 @@ def make_case(model: str, target: Target, mesh: Mesh, sizes: Sizes, backend: str
         max_rows=sizes.max_rows,
         max_model_len=config.max_position,
         max_batch_tokens=sizes.max_batch_tokens,
-        groups=groups_of(config),
+        groups=groups_of(config, sizes, heads),
     )
     room = pool_room(
         demand,
