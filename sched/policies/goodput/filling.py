@@ -110,7 +110,7 @@ class GoodputFilling:
         if base < self._headroom:
             self._limit = min(self._limit, self._headroom)
         self._add_all(hopeless, NOT_AT_ALL)
-        if self._overdrawn:
+        if self._overdrawn and len(decodes):  # whose time it would be
             rest &= ~self._dear[others]
         self._fill_up(others[rest])
         if not self._batch.parts:

@@ -121,7 +121,7 @@ class Goodput(Policy):
             looked_at = _looked_at(view, waiting, kept, dear, clock, standard, pace)
             rows = np.concatenate([running, looked_at])
         deadlines = Deadlines.of_rows(view, rows, standard, clock)
-        headroom = _headroom(deadlines)
+        headroom = _headroom(view, deadlines)
         if self._none_starts(view, rows, deadlines, kept, clock):
             ours = deadlines.leading(len(running))
             calm = self._calm(view, rows[: len(running)], ours, headroom, clock)
@@ -333,10 +333,16 @@ def _kind_of_starts(view: View, running: np.ndarray, above: float) -> int:
     return HIDDEN if pool.num_used + growth > above * pool.num_blocks else KV
 
 
-def _headroom(deadlines: Deadlines) -> float:
+def _headroom(view: View, deadlines: Deadlines) -> float:
     """How long a step may be, in seconds, so that requests that come during it can have a first
     token in time, by the median TTFT of those that can attain their targets, or of all if none can;
-    inf without any."""
+    inf without any. At least twice what the shortest prompt takes: otherwise late requests would
+    start one at a time."""
+    return max(_share_of_ttft(deadlines), 2 * float(view.refill_time(np.ones(1, np.int64))[0]))
+
+
+def _share_of_ttft(deadlines: Deadlines) -> float:
+    """The median TTFT over STEPS."""
     asked = deadlines.ttft < np.inf
     hopeful = asked & ~deadlines.missed
     ttft = deadlines.ttft[hopeful if hopeful.any() else asked]

@@ -183,7 +183,7 @@ def test_what_all_prompts_of_a_step_share_is_counted_once() -> None:
     drive = Drive("goodput", cost_model=shared)
     for _ in range(4):
         drive.add(prompt=8, output=1, ttft=1.35)
-    assert list(drive.step(0.0).values()) == [8] * 3
+    assert list(drive.step(0.0).values()) == [8, 8, 8, 4], "the last one is late, and cut"
 
 
 def test_of_two_that_cost_the_same_the_more_valuable_one_is_in_time() -> None:
@@ -297,6 +297,17 @@ def test_those_who_cannot_attain_their_targets_go_on_together() -> None:
     for now in range(1, 5):
         drive.step(float(now))
     assert drive.step(5.0) == dict.fromkeys(rows, 1)
+
+
+@pytest.mark.parametrize("ttft", [0.3, 0.01])
+def test_a_backlog_of_late_requests_is_served_as_fast_as_by_others(ttft: float) -> None:
+    """Nobody else is there for whom time would be kept: neither by the price of prompts, nor by
+    targets too short for any prompt."""
+    burst = workload({"arrival": np.zeros(100), "prompt": 400, "output": 60, "ttft": ttft})
+    limits = Limits(2048, 2048, 64)
+    found = [run(name, burst, limits, kv_tokens=8000) for name in ("goodput", "edf")]
+    spans = [result.summary()["makespan_s"] for result in found]
+    assert spans[0] < 1.2 * spans[1]
 
 
 def test_no_prompt_that_cannot_be_cut_holds_up_decodes_behind_it() -> None:
