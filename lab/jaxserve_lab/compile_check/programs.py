@@ -54,6 +54,7 @@ class Program:
         lora: Rows may have adapters, so it is only for cases with room for them.
         deterministic: No sum's order may depend on other rows, see `analysis.sums`; only for cases
             for which the engine has such a step.
+        drafts: Rows may have drafts, so it is not for models with states.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Program:
     host: bool = False
     lora: bool = False
     deterministic: bool = False
+    drafts: bool = False
 
     def applies(self, case: CompileCase) -> bool:
         """Whether the case can have such a program."""
@@ -70,6 +72,8 @@ class Program:
         if self.deterministic and why_not:
             return False
         if self.lora and case.sizes.lora is None:
+            return False
+        if self.drafts and case.config.delta is not None:
             return False
         return case.offers_hidden or not self.hidden
 
@@ -336,7 +340,7 @@ _LORA = {"whole": True, "lora": True}
 PROGRAMS = (
     Program("decode step", functools.partial(_largest_step, decode=True), whole=True),
     Program("prefill and mixed step", functools.partial(_largest_step, decode=False), whole=True),
-    Program("step with drafts", _draft_step, whole=True),
+    Program("step with drafts", _draft_step, whole=True, drafts=True),
     Program("deterministic step", _deterministic_step, whole=True, deterministic=True),
     Program("decode step with adapters", functools.partial(_lora_step, decode=True), **_LORA),
     Program("mixed step with adapters", functools.partial(_lora_step, decode=False), **_LORA),
