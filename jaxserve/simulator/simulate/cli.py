@@ -50,10 +50,10 @@ without a token are rerouted, once; the others have failed.
 
 --replay=FILE: the traffic that a server with --config.engine.record=FILE has served, on a system
 fitted to its steps, with its limits and its pool; --system, and the flags of limits and pool,
-override these; --seed is the server's by default. The deviations of its steps from the fit are
-drawn by the seed, in runs of consecutive steps, so that tails are predicted. The recorded outcome
-is the first row. If the fit is off by more than half of a step on average, a line before the table
-says so.
+override these; --seed is the server's by default. --rate stretches it to other rates. The
+deviations of its steps from the fit are drawn by the seed, in runs of consecutive steps, so that
+tails are predicted. At its own rate the recorded outcome is the first row. If the fit is off by
+more than half of a step on average, a line before the table says so.
 
 --rules=infermax_paper: as in InferMax's published simulator, in everything that changes its
 figures: its batch times, no host time, blocks of one token, no watermark, no prefix caching. Other
@@ -115,15 +115,16 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    """Compares every policy on the recorded traffic with the recorded outcome."""
+    """Compares every policy on the recorded traffic: with the recorded outcome, unless it is at
+    another rate."""
     recorded = replay.read(args)
     runs = recorded.runs(args)
     output.check(args, len(runs))
-    served = recorded.served(runs[0])
+    served = None if args.rate else recorded.served(runs[0])
     with Workers(args.jobs) as workers:
         points = sweep(runs, args.seeds, workers)
     output.write(args, points, served)
-    text, found = _comparison(args, [served, *points])
+    text, found = _comparison(args, points if served is None else [served, *points])
     found["recording"] = recorded.as_json()
     print_result(args, "\n".join([*recorded.doubts(args), text, "", *recorded.notes]), found)
     return 0

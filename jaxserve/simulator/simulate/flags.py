@@ -13,7 +13,7 @@ from jaxserve.sched.cache.retention import LRU
 from jaxserve.sched.registry import make_policy
 from jaxserve.simulator import simulator, workload_flags
 from jaxserve.simulator.simulate import output, routing_flags
-from jaxserve.simulator.simulate.runs import Run, Source
+from jaxserve.simulator.simulate.runs import Recorded, Run, Source
 from jaxserve.simulator.workload_flags import number, parsed, positive_int, seconds
 from jaxserve.simulator.workloads.closed_loop import parse_closed_loop
 from jaxserve.simulator.workloads.guessable import Chances
@@ -29,7 +29,6 @@ NOT_REPLAYED = (  # with --replay, which has these settings
     "workload",
     "num_requests",
     "arrivals",
-    "rate",
     "cv",
     "on_s",
     "off_s",
@@ -316,10 +315,12 @@ def specs(args: argparse.Namespace) -> list[WorkloadSpec]:
 
 
 def runs(args: argparse.Namespace, recorded: Source | None = None) -> list[Run]:
-    """A run for each policy and rate, or for each policy on the recording, with the first seed.
+    """A run for each policy and rate, with the first seed; a recording is stretched to the rates.
     Raises before anything runs if any of them is impossible."""
     args.seed = args.seed or 0
-    sources = specs(args) if recorded is None else [recorded]
+    sources: list[Source] = [*specs(args)] if recorded is None else [recorded]
+    if isinstance(recorded, Recorded) and args.rate:
+        sources = [recorded.at_rate(rate) for rate in args.rate]
     given: dict[str, Any] = {name: getattr(args, name) for name in _OF_A_RUN}
     rules = simulator.RULES[args.rules]
     reuses = args.prefix_caching

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,10 @@ class Recorded:
     def count(self) -> float:
         """Number of requests."""
         return len(self.workload)
+
+    def at_rate(self, rate: float) -> Recorded:
+        """The same requests at another rate, in requests/s."""
+        return replace(self, workload=self.workload.at_rate(rate), rate=rate)
 
     def make_workload(self, seed: int) -> Workload:
         """The same for every seed."""

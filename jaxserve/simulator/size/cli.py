@@ -147,9 +147,8 @@ def _replayed(args: argparse.Namespace, rate: float) -> tuple[Run, float, tuple[
     run = recorded.runs(args)[0]
     workload = recorded.workload.workload
     count = count or _enough(workload, rate)
-    repeated = _repeated(workload, count).at_rate(rate)
-    source = Recorded(recorded.workload.lengths, repeated, rate)
-    return dataclasses.replace(run, workload=source), _off(recorded), recorded.notes
+    repeated = Recorded(recorded.workload.lengths, _repeated(workload, count))
+    return dataclasses.replace(run, workload=repeated.at_rate(rate)), _off(recorded), recorded.notes
 
 
 def _off(recorded: replay.Replay) -> float:

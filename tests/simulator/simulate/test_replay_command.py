@@ -63,6 +63,16 @@ def test_policies_are_compared_with_what_was_served(
             assert len(list(csv.DictReader(file))) == COUNT, number
 
 
+def test_the_same_requests_at_other_rates(served: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [f"--replay={served}", "--policy=sarathi,vllm", "--rate=10,60"]
+    result = found(capsys, *argv)
+    points = {(point["policy"], point["rate"]): point["mean"] for point in result["points"]}
+    assert list(points) == [(p, rate) for p in ("sarathi", "vllm") for rate in (10, 60)]
+    slow, fast = points["sarathi", 10], points["sarathi", 60]
+    assert slow["num_requests"] == fast["num_requests"] == COUNT
+    assert slow["makespan_s"] > COUNT / 11 and slow["mean_ttft_s"] < fast["mean_ttft_s"]
+
+
 def test_the_seed_is_the_servers(
     served: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -114,7 +124,7 @@ def test_the_recording_is_not_written_over(
     ("flag", "problem"),
     [
         ("--workload=sharegpt", "--workload does not go with --replay"),
-        ("--rate=2", "--rate does not go with --replay"),
+        ("--cv=2", "--cv does not go with --replay"),
         ("--find=capacity", "--find does not go with --replay"),
         ("--classes=a:1", "--classes does not go with --replay"),
         ("--rules=infermax_paper", "--replay is of an engine"),
