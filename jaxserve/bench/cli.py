@@ -17,6 +17,7 @@ The others come with the extra lab:
     jaxserve bench plan
     jaxserve bench context
     jaxserve bench fidelity --config=tiny_cpu,opt_125m_cpu
+    jaxserve bench twin --url=http://localhost:8000 --fit=1,3 --predict=0.5,2,4
     jaxserve bench mixed --rate=16
     jaxserve bench slo --load=0.5
     jaxserve bench programs
@@ -80,6 +81,7 @@ LAB_COMMANDS = {
     "fronts": ("bench.frontends", "what gRPC and HTTP cost, beside the engine alone"),
     "tools": ("bench.tool_calls", "what it costs a chat that it may call tools"),
     "fidelity": ("bench.fidelity", "how well the simulator predicts this engine"),
+    "twin": ("bench.twin", "how well a twin predicts a server at other rates"),
     "kernels": ("bench.kernels.kernels", "the kernels against the device's copy and matmul rates"),
     "matmuls": ("bench.kernels.matmuls", "matmuls of a CPU: our kernels against XLA"),
     "adapters": ("bench.kernels.adapters", "what adapters (LoRA) cost a decode step"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.bench import cli as bench
 from jaxserve.bench.http_target import Address, StreamedTokens
 from jaxserve.bench.load_target import BenchError
 from jaxserve.server.server import Server
@@ -202,3 +203,12 @@ def test_metrics_that_say_nothing(text: str) -> None:
 def test_what_is_no_url(url: str) -> None:
     with pytest.raises(BenchError, match="must be a URL"):
         Address.parse(url)
+
+
+def test_a_twin_at_other_rates(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["twin", f"--url={url}", "--fit=40,60", "--workload=alpaca", "--num_requests=60"]
+    assert bench.main([*argv, "--predict=40,50"]) == 2
+    assert bench.main([*argv, "--predict=50", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (point,) = found["points"]
+    assert point["rate"] == 50 and all(min(point["TTFT"][what]) > 0 for what in ("mean", "p99"))
