@@ -132,7 +132,7 @@ def make_twin(requests: Sequence[SeenRequest], facts: ServerFacts) -> Twin:
     best: tuple[float, Header, Recording, tuple[Event, ...]] | None = None
     problem = ""
     for chunk, overlap, steps in _stepwise(served, facts):
-        events = tuple(_events(served, steps))
+        events = tuple(_events(served, steps, overlap=overlap))
         for rows, kv_tokens in _room(served, facts):
             header = _header(facts, chunk, rows, kv_tokens, overlap=overlap)
             recording = replay.of_events(header, events)
@@ -161,7 +161,8 @@ def _stepwise(
         for chunk in [facts.max_batch_tokens] if facts.max_batch_tokens else CHUNKS:
             steps = seen_steps(requests, chunk, overlap=overlap)
             header = _header(facts, chunk, ROWS, BLOCK_SIZE, overlap=overlap)
-            recording = replay.of_events(header, tuple(_events(requests, steps)))
+            events = tuple(_events(requests, steps, overlap=overlap))
+            recording = replay.of_events(header, events)
             off = float(replay.system_of(recording).about["mean_error"])
             tried.append((off, chunk, steps))
         _, chunk, steps = min(tried, key=lambda one: one[:2])
@@ -233,7 +234,9 @@ def _guessed(header: Header, facts: ServerFacts) -> Iterator[str]:
         yield f"a cache of {header.num_blocks // 2 * header.block_size:,} tokens"
 
 
-def _events(requests: Sequence[SeenRequest], steps: Sequence[SeenStep]) -> Iterator[Event]:
+def _events(
+    requests: Sequence[SeenRequest], steps: Sequence[SeenStep], *, overlap: bool
+) -> Iterator[Event]:
     """What the server would have recorded, in order of time."""
     told: list[tuple[float, int, Event]] = []
     for number, one in enumerate(requests):
@@ -248,12 +251,13 @@ def _events(requests: Sequence[SeenRequest], steps: Sequence[SeenStep]) -> Itera
     for step in steps:
         came = int(arrivals.searchsorted(step.start, side="right"))
         live = came - int(ends.searchsorted(step.start, side="right"))
-        told.append((step.end, 1, _step(step, live, came - before)))
+        idle = step.after_idle or not overlap  # as engines have it that plan one after the other
+        told.append((step.end, 1, _step(step, live, came - before, after_idle=idle)))
         before = came
     yield from (event for _, _, event in sorted(told, key=lambda one: one[:2]))
 
 
-def _step(step: SeenStep, live: int, new: int) -> Step:
+def _step(step: SeenStep, live: int, new: int, *, after_idle: bool) -> Step:
     """A step; the host's times are part of the device's, since they cannot be told apart."""
     features = step.features()._asdict()
     held = sum(cached + 1 for _, cached in step.decodes)
@@ -267,7 +271,7 @@ def _step(step: SeenStep, live: int, new: int) -> Step:
         plan_time=0.0,
         launch_time=0.0,
         finish_time=0.0,
-        after_idle=int(step.after_idle),
+        after_idle=int(after_idle),
         num_live=max(live, rows),
         num_received=new,
         num_rows=rows,

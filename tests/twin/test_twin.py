@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +23,13 @@ FACTS = ServerFacts("somebody's", "sarathi_pc")
 RATE, CHUNK, ROWS = 8.0, 512, 24
 
 
-def served(rows: int = ROWS, *, overlap: bool = True) -> SimulationResult:
-    """150 chats on a server whose steps are known."""
-    workload = WorkloadSpec("sharegpt", 150, "poisson", RATE, max_tokens="length").make_workload(0)
+def served(
+    rows: int = ROWS, *, overlap: bool = True, rate: float = RATE, count: int = 150
+) -> SimulationResult:
+    """Chats on a server whose steps are known."""
+    workload = WorkloadSpec("sharegpt", count, "poisson", rate, max_tokens="length").make_workload(
+        0
+    )
     return simulate(
         "sarathi_pc",
         workload,
@@ -81,6 +86,18 @@ def test_a_twin_is_like_the_server_on_what_it_has_not_seen(
     again = replay.served(replay.read(path)).requests
     assert again.ttft == pytest.approx(result.requests.ttft)
     assert again.latency == pytest.approx(result.requests.latency)
+
+
+def test_a_server_that_plans_one_step_after_the_other() -> None:
+    """Its device is idle before each step: what the first step of a pause takes longer is no part
+    of the others."""
+    way = 0.003  # of a request that comes to an idle server
+    result = served(256, overlap=False, rate=0.3, count=50)
+    requests = [dataclasses.replace(one, arrival=one.arrival - way) for one in seen(result)]
+    twin = make_twin(requests, FACTS)
+    assert not twin.header.overlap
+    gaps, total = twin.errors[1:]
+    assert abs(gaps.mean_off) < 0.03 and abs(total.mean_off) < 0.03
 
 
 def test_rows_that_run_out_are_seen() -> None:
