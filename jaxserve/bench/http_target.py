@@ -16,6 +16,8 @@ from jaxserve.bench.load_target import BenchError, Job, Record, ThreadedTarget, 
 KEY = "OPENAI_API_KEY"
 """The environment variable with the key that goes along, as for OpenAI's clients."""
 MOST = 1 << 20  # bytes of a line, or of an answer that is no stream
+MOST_TOKENS = 1 << 20
+"""Most tokens of a prompt or of an answer that a server's own count is believed to have."""
 _PATIENCE_S = 600.0
 _EXTRAS: dict[str, Any] = {
     "ignore_eos": True,
@@ -193,12 +195,20 @@ class StreamedTokens:
         self._events += any(map(_has_text, event.get("choices") or ()))
         usage = event.get("usage") or {}
         self.only_usage = bool(usage) and not event.get("choices")
-        self.prompt = int(usage.get("prompt_tokens") or self.prompt)
+        self.prompt = _believed(usage.get("prompt_tokens") or self.prompt)
         details = usage.get("prompt_tokens_details") or {}
-        self.cached = int(details.get("cached_tokens") or self.cached)
-        now = usage.get("completion_tokens")
-        before, self._said = self._said, max(self._said, self._events if now is None else int(now))
+        self.cached = _believed(details.get("cached_tokens") or self.cached)
+        said = usage.get("completion_tokens")
+        now = self._events if said is None else _believed(said)
+        before, self._said = self._said, max(self._said, now)
         return self._said - before
+
+
+def _believed(count: Any) -> int:
+    """A count of tokens; ValueError for one that cannot be."""
+    if not (type(count) is int and 0 <= count <= MOST_TOKENS):
+        raise ValueError("no count of tokens")
+    return count
 
 
 def _has_text(choice: Mapping[str, Any]) -> bool:

@@ -12,6 +12,8 @@ from jaxserve.bench.http_target import Address
 from jaxserve.bench.load_target import BenchError
 from jaxserve.twin.recordings import ServerFacts
 
+MOST = 1 << 31
+"""Most tokens or rows that a server is believed to have."""
 POLICY = "sarathi_pc"
 """Decodes first, then prompts in order of arrival as far as a step has room: vLLM, SGLang and
 llama.cpp by default."""
@@ -36,8 +38,9 @@ def facts_of(address: Address, model: str, **known: int | None) -> ServerFacts:
     found, source = of_metrics((metrics or b"").decode(errors="replace"))
     if not found and props is not None:
         found, source = of_props(props)
+    found = {name: value for name, value in found.items() if 0 < value <= MOST}
     longest = entry.get("max_model_len")
-    if isinstance(longest, int) and longest > 0:
+    if isinstance(longest, int) and 0 < longest <= MOST:
         found.setdefault("max_model_len", longest)
     found |= {name: value for name, value in known.items() if value is not None}
     return ServerFacts(str(entry.get("id", model)), POLICY, source=source, **found)
@@ -51,7 +54,11 @@ def of_metrics(text: str) -> tuple[dict[str, int], str]:
         return {}, ""
     for name, read in _METRICS.items():
         mine = [one for one in samples if one.name.startswith(name)]
-        if mine and (found := read(mine)):
+        try:
+            found = read(mine)
+        except (ValueError, OverflowError):  # a number that is none
+            continue
+        if found:
             return found, name
     return {}, ""
 

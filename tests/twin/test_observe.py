@@ -158,6 +158,9 @@ def test_a_client_that_goes_harms_nobody(url: str) -> None:
         b'data: {"usage": "x"}',
         b'data: {"usage": {"prompt_tokens": "x"}}',
         b'data: {"usage": {"prompt_tokens": 1e999}}',
+        b'data: {"usage": {"prompt_tokens": %s}}' % (b"9" * 400),
+        b'data: {"usage": {"completion_tokens": 1000000000}}',
+        b'data: {"usage": {"completion_tokens": -1}}',
         b"data: " + b"[" * 100_000,
         b"data: \xff",
         b'data: {"error": {"message": "busy"}}',
@@ -191,7 +194,14 @@ def test_what_servers_say_of_themselves() -> None:
     assert server_facts.of_props(json.dumps(props).encode()) == (known, "llama.cpp")
 
 
-@pytest.mark.parametrize("text", ["", "no metrics {", 'vllm:cache_config_info{block_size="x"} 1\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "no metrics {", 'vllm:cache_config_info{block_size="x"} 1\n'),
+        "sglang:max_total_num_tokens +Inf\n",
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="%s"} 1\n' % ("9" * 5000),
+    ],
+)
 def test_metrics_that_say_nothing(text: str) -> None:
     assert server_facts.of_metrics(text) == ({}, "")
     assert server_facts.of_props(text.encode()) == ({}, "")
