@@ -153,7 +153,7 @@ class Scheduler:
             retained.seconds, retained.lost = self._page_seconds, self._lost_seconds
             retained.lives = CacheLives(self.programs)
             self.programs.on_tools = retained.waits
-        self.preemptions = 0
+        self.preemptions, self._loses = 0, False
         self.shares = FairShares()
         self._patience, self._trials, self._trial = Patience(), Trials(), False
         self._draft_prices = DraftPrices()
@@ -435,7 +435,8 @@ class Scheduler:
                 self.host.release(row)  # whatever it does not restore is computed again
         self.pool.grow_all(rows, plan.reserve)
         if self.groups is not None:
-            self.pool.reach(rows, table.computed[rows], table.computed[rows] + plan.num_tokens)
+            done = table.computed[rows]
+            self.pool.reach(rows, done, done + plan.num_tokens, plan.drafts)
         if self.cache is not None and self.cache.host is not None:
             self._move_pages(self.cache, self.cache.host, arriving, moves)
         start, before = table.computed[rows], table.generated[rows]
@@ -565,7 +566,7 @@ class Scheduler:
 
     def _recomputed(self, rows: np.ndarray, start: np.ndarray, end: np.ndarray) -> int:
         """Number of tokens that had been in the cache before."""
-        if not self.preemptions:
+        if not self._loses:
             return 0
         again = np.minimum(end, self.table.lost_from[rows]) - start
         return int(np.add.reduce(np.maximum(again, 0)))
@@ -611,6 +612,9 @@ class Scheduler:
         table = self.table
         for column in (table.computed, table.generated, table.accepted):
             column[rows] += accepted
+        back, keep = self.pool.settle(rows, accepted)
+        if len(back):
+            self._lose(back, keep)
         if len(self.shares) > 1:
             self.shares.charge(table.tenant[rows], accepted * (DECODE_COST - 1.0))
 
@@ -702,8 +706,7 @@ class Scheduler:
         return [Discard(keys)] if keys else []
 
     def _preempt(self, plan: BatchPlan, op: Preempt) -> list[Move]:
-        table, rows = self.table, op.rows
-        table.lost_from[rows] = np.maximum(table.lost_from[rows], table.computed[rows])
+        table, rows, computed = self.table, op.rows, self.table.computed[op.rows]
         part, kinds = np.flatnonzero(op.keep), self.pool.kind[rows]
         whole = rows if not len(part) else rows[op.keep == 0]
         self.pool.release_all(whole)
@@ -711,8 +714,8 @@ class Scheduler:
             self.pool.truncate(row, keep)
         if self.policy.moves_cache:
             self.host.keep_chains(rows, op.keep)
-            self.host.note_losses(rows, op.keep, table.computed[rows], kinds)
-        table.computed[rows] = op.keep
+            self.host.note_losses(rows, op.keep, computed, kinds)
+        self._lose(rows, op.keep)
         table.preemptions[rows] += 1
         order = self.preemptions + 1
         table.preempted_order[rows] = np.arange(order, order + len(rows))
@@ -722,6 +725,12 @@ class Scheduler:
             for row in whole.tolist():
                 self._look_up(row)
         return []
+
+    def _lose(self, rows: np.ndarray, keep: np.ndarray) -> None:
+        """Notes that these rows have no more than so many cached tokens left."""
+        table, self._loses = self.table, True
+        table.lost_from[rows] = np.maximum(table.lost_from[rows], table.computed[rows])
+        table.computed[rows] = keep
 
     def _to_kv(self, plan: BatchPlan, op: ProjectToKV) -> list[Move]:
         rows = op.rows

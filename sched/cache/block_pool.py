@@ -290,17 +290,34 @@ class BlockPool:
         self.held[rows] = want
         self._private[rows] += (want - have) * PLANES[self.kind[rows]]
 
-    def reach(self, rows: np.ndarray, computed: np.ndarray, tokens: np.ndarray) -> None:
+    def reach(
+        self,
+        rows: np.ndarray,
+        computed: np.ndarray,
+        tokens: np.ndarray,
+        drafts: np.ndarray | None = None,
+    ) -> None:
         """Makes room in other groups of layers, once `grow_all` has made it in that with K and V.
 
         Args:
             rows: int64 [n], distinct.
             computed: int64 [n], cached tokens.
             tokens: int64 [n], tokens to have room for.
+            drafts: int64 [n], how many of those are drafts; None for none.
 
         Raises:
             OutOfBlocks: There are too few free blocks.
         """
+
+    def needed_to_draft(self, rows: np.ndarray) -> np.ndarray:
+        """Free blocks that each row takes to draft, besides those for its tokens, int64 [n]."""
+        return np.zeros(len(rows), np.int64)
+
+    def settle(self, rows: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Notes how many drafts of each row were right. Returns the rows whose step is lost, since
+        layers that keep a state have computed wrong drafts, too, and the cached tokens of each
+        before it, from which it goes on; both int64 [m]."""
+        return rows[:0], accepted[:0]
 
     def slide(self, rows: np.ndarray, computed: np.ndarray) -> None:
         """Gives back blocks that nothing behind these cached tokens reads. Only once the step that

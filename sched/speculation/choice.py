@@ -13,6 +13,9 @@ Time between tokens: no step is made so long that a row misses a target that it 
 otherwise, nor is the next one planned so late. Rows that are about to miss it draft first, and
 while there are any, rows that are ahead of their target draft nothing (AdaServe and SLOs-Serve have
 such a rule, with a draft model).
+
+A row whose layers keep a state computes the right drafts again after a wrong one. That costs it no
+token: it says one more in that step, as without drafts.
 """
 
 from __future__ import annotations
@@ -99,9 +102,10 @@ def with_drafts(
         return plan
     reserve = plan.reserve.copy()
     reserve[at] = np.maximum(reserve[at], end + counts)
-    more = int(pool.needed(rows, reserve, plan.kinds).sum())
+    beside = pool.needed_to_draft(mine) * (counts > 0)
+    more = int(pool.needed(rows, reserve, plan.kinds).sum() + beside.sum())
     if more > pool.num_free:
-        counts = np.minimum(counts, np.maximum(pool.room(mine) - end, 0))
+        counts = np.minimum(counts, np.maximum(pool.room(mine) - end, 0)) * (beside == 0)
         reserve[at] = np.maximum(plan.reserve[at], end + counts)
     drafts = np.zeros(len(rows), np.int64)
     drafts[at] = counts

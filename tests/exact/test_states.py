@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.sched.cache.groups.state_pool import StatePool
+from tests.engine.drafts.conftest import Known
 from tests.engine.harness import engine, wait_until_idle
 from tests.exact.conftest import FIELDS
 from tests.exact.kinds import BFLOAT16, write
@@ -75,6 +77,33 @@ def test_way(kept: Kept, kind: str, way: str) -> None:
         assert not differing(together(running, questions()), expected)
         if scarce:
             assert running.stats().preemptions or running.stats().slots_restored
+        wait_until_idle(running)
+        assert not stateful(running).num_used
+
+
+@pytest.mark.promise(45)
+@pytest.mark.usefixtures("eager")
+def test_drafted(
+    kept: Kept, proposing: Callable[[Known], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With drafts of any length, half of which have a wrong token, beside snapshots."""
+    path, fields, expected = kept("next")
+    asked = questions()
+    proposing({q.prompt: a[0][0] for q, a in zip(asked, expected, strict=True) if not q.pooling})
+    fields = {**fields, "cache__prefix_caching": True, "cache__block_size": 4}
+    went_back: list[int] = []
+    settle = StatePool.settle
+
+    def watched(self: StatePool, rows: np.ndarray, accepted: np.ndarray) -> Any:
+        found = settle(self, rows, accepted)
+        went_back.append(len(found[0]))
+        return found
+
+    monkeypatch.setattr(StatePool, "settle", watched)
+    with engine(path, **fields, scheduler__policy="sarathi+spec") as running:
+        for _ in range(2):
+            assert not differing(together(running, asked), expected)
+        assert 0 in went_back and sum(went_back) > 9
         wait_until_idle(running)
         assert not stateful(running).num_used
 

@@ -21,7 +21,8 @@ class StatePool(GroupedPool):
 
     A step reads each row's state from some blocks and writes the one behind its tokens to others,
     mostly the same. They differ where the state that was read has become a snapshot, beside the
-    page of the last block before it, or was found as one.
+    page of the last block before it, or was found as one, and where the step has drafts: after a
+    wrong one the row goes on from the state that was read.
 
     Args:
         num_blocks, block_size, max_owners, width, cache, groups, ahead: See `GroupedPool`.
@@ -32,8 +33,9 @@ class StatePool(GroupedPool):
         has: bool [max_owners], rows with a state.
         owns: bool [max_owners], rows that may write to those blocks: it is no snapshot.
         moves: bool [max_owners], rows whose blocks before the step differ from those behind it, and
-            are held until it is launched.
+            are held until it is launched, or its drafts are known to be right.
         reached: int64 [max_owners], tokens that each row's state stands for.
+        drafts: int64 [max_owners], drafts of each row in a step whose tokens are not known yet.
     """
 
     groups: StateGroups
@@ -54,7 +56,7 @@ class StatePool(GroupedPool):
         super().__init__(*sizes, cache, groups=groups, ahead=ahead)
         self.states = np.zeros((max_owners, 2, groups.planes), np.int32)
         self.has, self.owns, self.moves = np.zeros((3, max_owners), bool)
-        self.reached = np.zeros(max_owners, np.int64)
+        self.reached, self.drafts = np.zeros((2, max_owners), np.int64)
 
     def blocks_held(self, rows: np.ndarray | int) -> np.ndarray:
         """See `BlockPool`: with those of states."""
@@ -102,12 +104,24 @@ class StatePool(GroupedPool):
     def follow(self, rows: int) -> None:
         """See `BlockPool`."""
         super().follow(rows)
-        grow_columns(self, rows, states=0, has=False, owns=False, moves=False, reached=0)
+        grow_columns(self, rows, states=0, has=False, owns=False, moves=False, reached=0, drafts=0)
 
-    def reach(self, rows: np.ndarray, computed: np.ndarray, tokens: np.ndarray) -> None:
+    def needed_to_draft(self, rows: np.ndarray) -> np.ndarray:
+        """See `BlockPool`: a state besides the one that is read."""
+        return self.groups.planes * self.owns[rows].astype(np.int64)
+
+    def reach(
+        self,
+        rows: np.ndarray,
+        computed: np.ndarray,
+        tokens: np.ndarray,
+        drafts: np.ndarray | None = None,
+    ) -> None:
         """See `BlockPool`."""
         self.reached[rows] = tokens
-        new, planes = rows[~self.owns[rows]], self.groups.planes
+        if drafts is not None:
+            self.drafts[rows] = drafts
+        new, planes = rows[~self.owns[rows] | (self.drafts[rows] > 0)], self.groups.planes
         if not len(new):
             return
         owner = np.repeat(new, planes)
@@ -120,10 +134,33 @@ class StatePool(GroupedPool):
 
     def slide(self, rows: np.ndarray, computed: np.ndarray) -> None:
         """See `BlockPool`: gives back the states that were read."""
-        for row in rows[self.moves[rows]].tolist():
-            self.moves[row] = False
-            self._let_go(self.states[row, _FROM].copy(), row, LEFT)
-            self.states[row, _FROM] = self.states[row, _TO]
+        for row in rows[self.moves[rows] & (self.drafts[rows] == 0)].tolist():
+            self._leave(row, _FROM, _TO)
+
+    def settle(self, rows: np.ndarray, accepted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """See `BlockPool`."""
+        wrong = accepted < self.drafts[rows]
+        for row, back in zip(rows.tolist(), wrong.tolist(), strict=True):
+            drafts, self.drafts[row] = int(self.drafts[row]), 0
+            if not drafts:
+                continue
+            self._leave(row, *((_TO, _FROM) if back else (_FROM, _TO)))
+            if back:
+                self.reached[row] -= 1 + drafts
+                self.owns[row] = not self._is_snapshot(row)
+        return rows[wrong], self.reached[rows[wrong]]
+
+    def _leave(self, row: int, which: int, other: int) -> None:
+        """Gives back one of the row's two states."""
+        self.moves[row] = False
+        self._let_go(self.states[row, which].copy(), row, LEFT)
+        self.states[row, which] = self.states[row, other]
+
+    def _is_snapshot(self, row: int) -> bool:
+        """Whether the row's state is a snapshot, or others read it."""
+        first = int(self.states[row, _TO, 0])
+        known = self.cache is not None and self.cache.page_of(first) is not None
+        return known or bool(self.refs[first] > 1)
 
     def share(self, row: int, pages: Sequence[Page], side: int = LEFT) -> None:
         """See `BlockPool`."""
@@ -176,6 +213,6 @@ class StatePool(GroupedPool):
         states = self.states_of(row).ravel().copy()
         super().release(row)
         self.has[row] = self.owns[row] = self.moves[row] = False
-        self.reached[row] = 0
+        self.reached[row] = self.drafts[row] = 0
         if len(states):
             self._let_go(states, row, LEFT)

@@ -124,7 +124,13 @@ class WindowedPool(GroupedPool):
         super().follow(rows)
         grow_columns(self, rows, first=0, ends=0, _own_there=0)
 
-    def reach(self, rows: np.ndarray, computed: np.ndarray, tokens: np.ndarray) -> None:
+    def reach(
+        self,
+        rows: np.ndarray,
+        computed: np.ndarray,
+        tokens: np.ndarray,
+        drafts: np.ndarray | None = None,
+    ) -> None:
         """See `BlockPool`."""
         begin = np.maximum(self.ends[rows], self.groups.behind(computed, self.block_size))
         empty = self.ends[rows] == self.first[rows]

@@ -3,6 +3,7 @@ group, and no block is lost, lent twice or kept for nothing."""
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import count
 
 import numpy as np
@@ -118,8 +119,16 @@ class Machine(RuleBasedStateMachine):
         assert made == row
         return text
 
-    def book(self, tokens: dict[int, int], *operations: Operation, reserve: int = 0) -> Step | None:
+    def book(
+        self,
+        tokens: dict[int, int],
+        *operations: Operation,
+        reserve: int = 0,
+        drafted: tuple[int, int] = (0, 0),
+    ) -> Step | None:
+        """drafted: drafts of the first row, and how many of them are right."""
         made, pool = self.made, self.pool
+        drafts, right = drafted
         if made.cache is not None:
             made._note_found(made.cache)
         picked = array(*tokens)
@@ -131,9 +140,21 @@ class Machine(RuleBasedStateMachine):
         kinds = np.full(len(picked), int(CacheKind.KV))
         room = np.minimum(computed + counts + reserve, LONGEST)
         plan = BatchPlan(picked, counts, room, kinds, operations)
-        made.policy.next = plan  # type: ignore[attr-defined]
         before = pool.num_free
         needed = pool.needed(picked, room, kinds).sum()
+        made.policy.next = plan  # type: ignore[attr-defined]
+        made.policy.speculates = drafts > 0
+        if drafts:
+            needed += pool.needed_to_draft(picked[:1]).sum()
+            if needed > before:
+                return None
+            of_rows = array(drafts, *[0] * (len(tokens) - 1))
+
+            def with_drafts(plan: BatchPlan, now: float) -> BatchPlan:
+                all_of_it = plan.num_tokens + of_rows
+                return dataclasses.replace(plan, num_tokens=all_of_it, drafts=of_rows)
+
+            made._with_drafts = with_drafts  # type: ignore[method-assign]
         try:
             step = made.schedule(0.0)
         except InvalidPlan:
@@ -149,19 +170,35 @@ class Machine(RuleBasedStateMachine):
         ):
             if isinstance(pool, WindowedPool):
                 self.device.check(pool, row, first, self.texts[row])
-            self.device.write(pool, row, first, end, self.texts[row])
-        made.receive(step.emitting, 0.0)
-        for row in made.release_finished(step).tolist():
+            text, extra = self.texts[row], drafts * (row == picked[0]) if len(picked) else 0
+            guessed = [*text[: end + right], *[-1] * (extra - right), *text[end + extra :]]
+            self.device.write(pool, row, first, end + extra, guessed)
+        done, launched = made.release_finished(step), made.table.computed.copy()
+        if drafts:
+            assert isinstance(pool, WindowedPool) or pool.moves[picked[0]], "it cannot go back"
+            made.receive(step.emitting, 0.0, (step.emitting == picked[0]) * right + 1)
+            back = isinstance(pool, StatePool) and right < drafts
+            kept = step.start[0] if back else step.end[0] + right
+            assert made.table.computed[picked[0]] == kept
+        else:
+            made.receive(step.emitting, 0.0)
+        for row in done.tolist():
             self.end(row, 0, 30)
-        held = np.flatnonzero(pool.held)
+        self.check_groups(step, launched)
+        return step
+
+    def check_groups(self, step: Step, launched: np.ndarray) -> None:
+        """launched: cached tokens by row when the step was launched."""
+        pool, held = self.pool, np.flatnonzero(self.pool.held)
         if isinstance(pool, WindowedPool):
-            behind = pool.groups.behind(made.table.computed[held], BLOCK)
+            behind = pool.groups.behind(launched[held], BLOCK)
             planned = np.isin(held, step.rows)
             assert (pool.first[held][planned] == behind[planned]).all(), "it is kept behind"
         if isinstance(pool, StatePool):
             assert not pool.moves.any(), "a state that was read is kept"
-            assert (pool.reached[held] == made.table.computed[held]).all()
-        return step
+            assert (pool.reached[held] == self.made.table.computed[held]).all()
+            for row in np.flatnonzero(pool.owns).tolist():
+                assert not pool._is_snapshot(row), "a snapshot would be written to"
 
     def end(self, row: int, start: int, alike: int) -> None:
         self.made.finish(row)
@@ -188,6 +225,23 @@ class Machine(RuleBasedStateMachine):
         if other != row and AHEAD - first > 0:
             planned[other] = min(AHEAD - first, pending[other])
         self.book(planned, reserve=reserve)
+
+    @rule(row=rows, other=rows, drafts=st.integers(1, 7), right=st.integers(0, 7))
+    def draft(self, row: int, other: int, drafts: int, right: int) -> None:
+        """A row that decodes guesses some tokens; another one goes on beside it."""
+        table, cache = self.made.table, self.made.cache
+        assert cache is not None
+        self.made._note_found(cache)
+        while table.computed[row] < table.prompt_len[row]:
+            left = int(table.prompt_len[row] - table.computed[row])
+            if self.book({row: min(left, AHEAD)}) is None:
+                return
+        pending = (table.prompt_len + table.generated - table.computed).tolist()
+        drafts = min(drafts, int(table.max_tokens[row] - table.generated[row]) - 1)
+        if pending[row] != 1 or drafts < 1:
+            return
+        planned = {row: 1} | ({other: min(5, pending[other])} if other != row else {})
+        self.book(planned, reserve=drafts, drafted=(drafts, min(right, drafts)))
 
     @rule(row=rows, keep=st.sampled_from([0, 0, 1, 2, 3, 8, 40]))
     def preempt(self, row: int, keep: int) -> None:

@@ -65,11 +65,6 @@ def choose_groups(
 
 def _with_states(model: ModelConfig, policy: Policy, name: str) -> LayerGroups:
     """The groups of a model with states."""
-    if policy.speculates:
-        raise ConfigError(
-            f"scheduler.policy={name}: layers of this model keep a state (layer_types in its "
-            "config.json), which cannot go back to before a draft; take a policy without +spec"
-        )
     if policy.two_sided:
         raise ConfigError(
             f"scheduler.policy={name} lends blocks, which a model whose layers keep a state "
