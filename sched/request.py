@@ -7,6 +7,7 @@ Everything here is immutable. The changing state of served requests is in
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import math
 import numbers
@@ -415,6 +416,24 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Generated:
+    """What another engine has generated of a continuation, before the request moved.
+
+    Attributes:
+        tokens: Its tokens.
+        times: When each came, ascending, in seconds on the engine's clock.
+        logprobs: Log-probabilities of each, with those of the likeliest tokens, if the request asks
+            for them.
+        given_up: Whether its caller knows that its targets will be missed.
+    """
+
+    tokens: tuple[int, ...] = ()
+    times: tuple[float, ...] = ()
+    logprobs: tuple[tuple[float, tuple[tuple[int, float], ...]], ...] = ()
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """A prompt to continue, or to make a vector of.
 
@@ -447,6 +466,9 @@ class Request:
         continues: What it continues, as kind and value, by which its program is found if it names
             none: `tool` and the id of a call that it answers, `request` and the id of an earlier
             request, or `key` and a key that calls of a program share.
+        generated: What other engines have generated of each continuation; empty for a request that
+            begins here.
+        moved: When it moved to another engine, in seconds from its arrival.
 
     Raises:
         InvalidRequest: The prompt is empty, the value is not between LEAST_VALUE and MOST_VALUE, or
@@ -471,6 +493,8 @@ class Request:
     pooling: PoolingParams | None = None
     program: Program | None = None
     continues: tuple[tuple[str, str], ...] = ()
+    generated: tuple[Generated, ...] = ()
+    moved: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -518,7 +542,9 @@ def validate(
         ("thinking.close", () if thinking is None else thinking.close),
         ("prediction", request.prediction),
         ("tokens", pooling.scored_token_ids),
+        *(("generated", each.tokens) for each in request.generated),
     )
+    _check_generated(request)
     for name, tokens in named:
         for kind in set(map(type, tokens)):
             if not issubclass(kind, numbers.Integral):
@@ -526,6 +552,23 @@ def validate(
         bad = next((t for t in tokens if not 0 <= t < vocab_size), None)
         if bad is not None:
             raise InvalidRequest(name, f"token id {_shown(bad)} is outside 0..{vocab_size - 1}")
+
+
+def _check_generated(request: Request) -> None:
+    """Raises InvalidRequest if what was generated elsewhere cannot be of this request."""
+    sampling, generated = request.sampling, request.generated
+    if generated and len(generated) != sampling.n:
+        problem = f"has {len(generated)} continuations of {sampling.n}"
+        raise InvalidRequest("generated", problem)
+    for each in generated:
+        if len(each.tokens) > sampling.max_tokens:
+            problem = f"has {len(each.tokens)} tokens; max_tokens is {sampling.max_tokens}"
+            raise InvalidRequest("generated", problem)
+        logprobs = 0 if sampling.logprobs is None else len(each.tokens)
+        if (len(each.times), len(each.logprobs)) != (len(each.tokens), logprobs):
+            raise InvalidRequest("generated", "has not a time, or no logprob, for each token")
+        if any(later < earlier for earlier, later in itertools.pairwise(each.times)):
+            raise InvalidRequest("generated", "has tokens that came before those before them")
 
 
 def too_many_tokens(length: int, most: int) -> ContextLengthExceeded:

@@ -198,6 +198,8 @@ class Scheduler:
         alone: Alone | None = None,
         first: int | None = None,
         adapter: int = 0,
+        times: Sequence[float] = (),
+        keys: Sequence[bytes] = (),
     ) -> int:
         """Adds a request, which waits at first.
 
@@ -210,6 +212,9 @@ class Scheduler:
             first: Row of another continuation of the same request, which has just come. If its
             blocks can be reused, this one waits for it.
             adapter: Number of its adapter; 0 for none.
+            times: When each token came that another engine has generated. It waits before all that
+            begin here.
+            keys: Keys of the further blocks that these tokens fill.
 
         Returns:
             Its row.
@@ -223,6 +228,8 @@ class Scheduler:
         row = self.table.add(request, alone, self.reachable(request, alone))
         self.table.tenant[row], self.table.weight[row] = tenant, self.shares.weight(tenant)
         self.table.adapt(row, adapter)
+        if times:
+            self.table.resume(row, times)
         if len(self.pool.held) < (capacity := self.table.capacity):
             for owner in (self.pool, self.host, self._progress, self._lengths, self.cache):
                 if owner is not None:
@@ -236,6 +243,7 @@ class Scheduler:
             self.cache.tenants.weight[tenant] = self.shares.weight(tenant)
             program = int(self.table.program[row])
             self.cache.add(row, request.block_keys, side, request.tier, tenant, program)
+            self.cache.extend(row, keys)
             self._look_up(row)
             if first is not None:
                 self._firsts[row] = first, int(self.table.seq[first])
@@ -498,9 +506,10 @@ class Scheduler:
             cache.num_reused += len(pages)
             if cache.knows(row) and not table.preemptions[row]:
                 tier = table.tier[row]
-                table.cached_at_start[row] = len(pages) * size
+                known = table.prompt_len[row] + table.generated[row]
+                table.cached_at_start[row] = min(len(pages) * size, table.prompt_len[row])
                 cache.retention.started(cache.retention.now - float(table.arrival[row]))
-                cache.num_queried[tier] += table.prompt_len[row]
+                cache.num_queried[tier] += known
                 cache.num_hit[tier] += len(pages) * size
                 cache.num_host_hit[tier] += len(keys) * size
         reading = starts[self.pool.held[starts] > 0]

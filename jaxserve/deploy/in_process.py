@@ -3,6 +3,8 @@ parts that are ready.
 
 A piece is a list of parts. Those of the HTTP frontend are ASGI messages. Those of the gRPC frontend
 are serialized messages and, if the call has failed or has trailing metadata, a `Status` at the end.
+If an answer can be resumed elsewhere, each piece but the last ends with the mark that says which
+tokens all pieces so far stand for (`server/moves/resume_point.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ import grpc
 from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.server.grpc.calls import ARRIVED
+from jaxserve.server.moves.passage import PASSAGE, Passage
+from jaxserve.server.moves.resume_point import Mark, Passed, unmarked
 
 Parts = AsyncGenerator[list[Any], None]
 OK = grpc.StatusCode.OK.name
+_MARKS = 32  # that wait together if nothing is said between them, as in answers that come whole
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,15 @@ class Status:
     trailing: list[tuple[str, str]] = field(default_factory=list)
 
 
-def call_asgi(app: ASGIApp, scope: Scope, body: bytes) -> Parts:
-    """The application's response as ASGI messages. Closing the generator hangs up."""
+def call_asgi(app: ASGIApp, scope: Scope, body: bytes, passage: Passage | None = None) -> Parts:
+    """The application's response as ASGI messages. Closing the generator hangs up.
+
+    Args:
+        app: the application.
+        scope: the call's.
+        body: all of it.
+        passage: by which the answer can go on elsewhere; None if it cannot.
+    """
 
     async def run(say: Callable[[Any], None]) -> None:
         first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -52,9 +64,9 @@ def call_asgi(app: ASGIApp, scope: Scope, body: bytes) -> Parts:
         async def send(message: Message) -> None:
             say(message)
 
-        await app(scope, receive, send)
+        await app({**scope, "state": {**scope.get("state", {}), PASSAGE: passage}}, receive, send)
 
-    return _parts(run)
+    return _parts(run, passage)
 
 
 def call_grpc(
@@ -63,7 +75,7 @@ def call_grpc(
     message: bytes,
     metadata: Sequence[tuple[str, str | bytes]],
     peer: str,
-    arrived: float,
+    passage: Passage | None = None,
 ) -> Parts:
     """The serialized responses of an RPC, followed by a `Status` if it fails or has trailing
     metadata. Closing the generator cancels the call.
@@ -74,39 +86,40 @@ def call_grpc(
         message: the request, serialized.
         metadata: of the call.
         peer: the client's address.
-        arrived: when it came, in seconds of time.monotonic().
+        passage: as for `call_asgi`.
     """
 
     async def run(say: Callable[[Any], None]) -> None:
-        context = _Context(message, metadata, peer, arrived, say)
+        context = _Context(message, metadata, peer, say)
+        setattr(context, PASSAGE, passage)
+        setattr(context, ARRIVED, None if passage is None else passage.began)
         found = handler.service(_Details(method, tuple(metadata)))
         assert found is not None and found.stream_stream is not None
         with suppress(grpc.aio.AbortError):
             await found.stream_stream(None, context)
 
-    return _parts(run)
+    return _parts(run, passage)
 
 
-async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Parts:
-    """Yields what `run` passes to its callback, in pieces."""
-    waiting: list[Any] = []
-    news = asyncio.Event()
+async def _parts(
+    run: Callable[[Callable[[Any], None]], Awaitable[None]], passage: Passage | None
+) -> Parts:
+    """Yields what `run` passes to its callback, and the passage's marks, in pieces."""
+    waiting = _Waiting(passage)
+    news = waiting.news
+    if passage is not None:
+        passage.tell = waiting.say
 
-    def say(part: Any) -> None:
-        waiting.append(part)
-        news.set()
-
-    running = asyncio.ensure_future(run(say))
+    running = asyncio.ensure_future(run(waiting.say))
     running.add_done_callback(lambda _: news.set())
     try:
         while True:
             await news.wait()
             news.clear()
-            if waiting:
-                piece = list(waiting)
-                waiting.clear()
+            over = running.done()
+            if piece := waiting.take(everything=over):
                 yield piece
-            elif running.done():
+            if over:
                 running.result()
                 return
     finally:
@@ -114,6 +127,44 @@ async def _parts(run: Callable[[Callable[[Any], None]], Awaitable[None]]) -> Par
         await asyncio.wait([running])  # a task that cancels this wait cancels the call
         if not running.cancelled():
             running.exception()  # nobody reads on, so nobody would see it
+
+
+class _Waiting:
+    """Parts that nobody has taken yet. news: set if there may be a piece."""
+
+    def __init__(self, passage: Passage | None) -> None:
+        self.news = asyncio.Event()
+        self._passage, self._parts = passage, list[Any]()
+
+    def say(self, part: Any) -> None:
+        """Adds a part, unless the client has it."""
+        passage = self._passage
+        if passage is not None and passage.silent and not (_fails(part) or isinstance(part, Mark)):
+            return
+        self._parts.append(part)
+        if passage is None or not passage.begun or self._whole(part):
+            self.news.set()
+
+    def _whole(self, part: Any) -> bool:
+        """Whether a piece ends with this part, and is worth sending."""
+        many = len(self._parts) >= _MARKS
+        return isinstance(part, Passed) and (many or bool(unmarked(self._parts)))
+
+    def take(self, *, everything: bool) -> list[Any]:
+        """The next piece; empty if there is none yet."""
+        end = len(self._parts)
+        if not everything and self._passage is not None and self._passage.begun:
+            marks = (i for i in range(end, 0, -1) if isinstance(self._parts[i - 1], Passed))
+            end = next(marks, 0)
+        piece, self._parts = self._parts[:end], self._parts[end:]
+        return piece
+
+
+def _fails(part: Any) -> bool:
+    """Whether a part says that the call has failed before it was answered."""
+    if isinstance(part, Status):
+        return part.code != OK
+    return isinstance(part, dict) and part.get("status", 0) >= 300
 
 
 @dataclass(frozen=True)
@@ -130,11 +181,9 @@ class _Context:
         message: bytes,
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
-        arrived: float,
         say: Callable[[Any], None],
     ) -> None:
         self._message, self._metadata, self._peer, self._say = message, metadata, peer, say
-        setattr(self, ARRIVED, arrived)
 
     def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]]:
         return self._metadata

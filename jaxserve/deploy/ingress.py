@@ -25,7 +25,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import OK, Status
 from jaxserve.deploy.metrics import metrics_page
-from jaxserve.deploy.relay import Pieces, ReplicaLost, Unserved, relay_response
+from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
 from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
@@ -33,6 +33,7 @@ from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.http.admission_middleware import limited_receive
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai.sse import sse_event
+from jaxserve.server.moves.resume_point import ResumePoint
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.admission import retry_s
 
@@ -130,9 +131,9 @@ class Ingress:
         self, routing_request: RoutingRequest, scope: Mapping[str, Any], body: bytes, arrived: float
     ) -> AsyncGenerator[Message, None]:
         """The response of a replica."""
-        given = (scope, body, arrived)
-        send_to = functools.partial(self._pieces, self._http, routing_request, *given)
-        async with aclosing(relay_response(send_to, http_response_kind)) as pieces:
+        send_to = functools.partial(self._pieces, self._http, routing_request, (scope, body))
+        relay = Relay(send_to, http_response_kind, ResumePoint(arrived=arrived))
+        async with aclosing(relay.pieces()) as pieces:
             async for piece in pieces:
                 for message in piece:
                     yield message
@@ -238,11 +239,10 @@ class Ingress:
         raw, method = message.SerializeToString(), f"/{_SERVICE}/{name}"
         metadata, peer = list(context.invocation_metadata()), context.peer()
         try:
-            send_to = functools.partial(
-                self._pieces,
-                *(self._grpc, routing_request, method, raw, metadata, peer, arrived),
-            )
-            async with aclosing(relay_response(send_to, grpc_response_kind)) as pieces:
+            given = (method, raw, metadata, peer)
+            send_to = functools.partial(self._pieces, self._grpc, routing_request, given)
+            relay = Relay(send_to, grpc_response_kind, ResumePoint(arrived=arrived))
+            async with aclosing(relay.pieces()) as pieces:
                 async for piece in pieces:
                     for part in piece:
                         if not isinstance(part, Status):
@@ -256,11 +256,30 @@ class Ingress:
             code = grpc.StatusCode.INTERNAL if internal else grpc.StatusCode.UNAVAILABLE
             _fail(context, code, str(_problem(error)))
 
-    async def _pieces(self, method: Any, routing_request: RoutingRequest, *given: Any) -> Pieces:
-        """The answer of one replica. given: the call's arguments, the last one the name of a
-        replica to avoid, or "". Raises ReplicaLost."""
-        *arguments, avoided = given
-        answer = method.remote(*arguments, **{ROUTING_REQUEST: routing_request, AVOID: avoided})
+    async def _pieces(
+        self,
+        method: Any,
+        routing_request: RoutingRequest,
+        given: Sequence[Any],
+        avoided: tuple[str, ...],
+        point: ResumePoint,
+    ) -> Pieces:
+        """The answer of one replica.
+
+        Args:
+            method: the replica's method.
+            routing_request: for the router.
+            given: the call's arguments.
+            avoided: names of replicas to avoid.
+            point: where the answer begins or goes on.
+
+        Raises:
+            ReplicaLost: the replica is lost.
+        """
+        resume = point.model_dump_json().encode()
+        routing_request = routing_request.after(sum(len(one.tokens) for one in point.outputs))
+        named = {ROUTING_REQUEST: routing_request, AVOID: avoided}
+        answer = method.remote(*given, resume, **named)
         try:
             async for piece in answer:
                 yield piece

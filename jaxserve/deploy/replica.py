@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,6 +33,9 @@ from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
 from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.http.transport.protocol import ARRIVED
+from jaxserve.server.moves.passage import CannotResume, Passage
+from jaxserve.server.moves.resume_point import Passed, unmarked
+from jaxserve.server.requests.call_outcome import CallOutcome
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
 from jaxserve.server.requests.output_streams import StreamFailed
@@ -46,6 +48,7 @@ from jaxserve.server.telemetry.metrics import MetricsRegistry
 from jaxserve.server.telemetry.trace_options import open_traces
 
 log = logging.getLogger(__name__)
+_BROKEN_OFF = (CallOutcome.ENGINE_FAILED, CallOutcome.SHUTTING_DOWN)
 
 
 class EngineReplica:
@@ -103,26 +106,30 @@ class EngineReplica:
         self,
         scope: Mapping[str, Any],
         body: bytes,
-        arrived: float | None = None,
+        resume: bytes = b"",
         *,
         routing_request: RoutingRequest,
-        avoid: str = "",
+        avoid: Sequence[str] = (),
     ) -> Parts:
-        """Yields the response to an HTTP call, as ASGI messages.
+        """Yields the response to an HTTP call, as ASGI messages, and marks.
 
         Args:
             scope: the call's ASGI scope.
             body: the whole body.
-            arrived: when its head had been read, in seconds of time.time(); None: now.
+            resume: where the answer begins, or goes on, as JSON of a `ResumePoint`; empty for an
+            answer that nobody resumes, to a call that comes now.
             routing_request: for the router only.
             avoid: for the router only.
 
         Raises:
-            Unserved: nothing was answered, and the replica takes no more requests.
+            Unserved: the replica takes no more requests, and has failed to answer this one; what is
+            not yielded was not answered.
         """
-        state = {ARRIVED: _monotonic(arrived)}
-        parts = call_asgi(self._app, {**scope, "state": state}, body)
-        async with contextlib.aclosing(self._served(parts, http_response_kind)) as pieces:
+        passage = self._passage(resume)
+        state = {} if passage is None else {ARRIVED: passage.began}
+        parts = call_asgi(self._app, {**scope, "state": state}, body, passage)
+        served = self._served(parts, http_response_kind, passage)
+        async with contextlib.aclosing(served) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -132,10 +139,10 @@ class EngineReplica:
         message: bytes,
         metadata: Sequence[tuple[str, str | bytes]],
         peer: str,
-        arrived: float | None = None,
+        resume: bytes = b"",
         *,
         routing_request: RoutingRequest,
-        avoid: str = "",
+        avoid: Sequence[str] = (),
     ) -> Parts:
         """Yields the response to an RPC of jaxserve.v1.Generation, as `call_grpc` does.
 
@@ -144,30 +151,57 @@ class EngineReplica:
             message: the request, serialized.
             metadata: of the call.
             peer: the client's address.
-            arrived: see `http`.
+            resume: see `http`.
             routing_request: for the router only.
             avoid: for the router only.
 
         Raises:
-            Unserved: nothing was answered, and the replica takes no more requests.
+            Unserved: see `http`.
         """
-        came = _monotonic(arrived)
-        parts = call_grpc(self._handler, method, message, metadata, peer, came)
-        async with contextlib.aclosing(self._served(parts, grpc_response_kind)) as pieces:
+        passage = self._passage(resume)
+        parts = call_grpc(self._handler, method, message, metadata, peer, passage)
+        served = self._served(parts, grpc_response_kind, passage)
+        async with contextlib.aclosing(served) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def _served(self, parts: Parts, by: Callable[[Any], ResponseKind]) -> Parts:
-        """Passes the response on. If it begins with a failure and the replica takes no more
-        requests, another replica may still serve the call: raises Unserved."""
+    def _passage(self, resume: bytes) -> Passage | None:
+        """Raises Unserved if another replica has to resume the answer."""
+        if not resume:
+            return None
+        try:
+            return Passage(resume, self._engine.info().system_fingerprint)
+        except CannotResume as error:
+            raise Unserved(str(error), self._name) from None
+
+    async def _served(
+        self, parts: Parts, by: Callable[[Any], ResponseKind], passage: Passage | None
+    ) -> Parts:
+        """Passes the response on. Raises Unserved if another replica may serve the call, or go on
+        with it: it begins with a failure, or breaks off, and the replica takes no more requests; or
+        it cannot be resumed here now."""
         told = ResponseKind.NOTHING
         async with contextlib.aclosing(parts):
             async for piece in parts:
+                if passage is not None and not isinstance(piece[-1], Passed):
+                    self._check(passage)
                 if told is ResponseKind.NOTHING:
-                    told, why = first_response_kind(map(by, piece)), self._frontends.requests.closed
+                    told = first_response_kind(map(by, unmarked(piece)))
+                    why = self._frontends.requests.closed
                     if told is ResponseKind.FAILURE and why is not None:
                         raise Unserved(why, self._name)
                 yield piece
+        if passage is not None and passage.silent:
+            self._check(passage)
+
+    def _check(self, passage: Passage) -> None:
+        """Raises Unserved if the answer has not been resumed, or has broken off."""
+        why, call = self._frontends.requests.closed, passage.call
+        if passage.silent:
+            refused = "" if call is None else call.reason
+            raise Unserved(why or refused or "it was not resumed", self._name if why else "")
+        if passage.begun and why is not None and call is not None and call.outcome in _BROKEN_OFF:
+            raise Unserved(why, self._name)
 
     async def metrics(self) -> tuple[str, list[Metric]]:
         """The replica's name, and its Prometheus metrics."""
@@ -235,9 +269,3 @@ class EngineReplica:
         kind = EngineStopped if isinstance(error, HostLost) else StreamFailed
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._frontends.requests.fail, text, kind)
-
-
-def _monotonic(when: float | None) -> float:
-    """A time.time() of another process, maybe on another host whose clock is ahead, on the clock of
-    this process, and at most the current time. None is now."""
-    return time.monotonic() - (0.0 if when is None else max(0.0, time.time() - when))

@@ -15,7 +15,7 @@ from jaxserve.sched.routing.snapshot import Snapshot
 ROUTING_REQUEST = "routing_request"
 """The keyword argument of a call with its routing request."""
 AVOID = "avoid"
-"""The keyword argument with the name of a replica that takes no more requests."""
+"""The keyword argument with the names of replicas that cannot answer the call."""
 NOTHING = RoutingRequest(1)
 """Routing request of a call that generates nothing, or will be refused."""
 SNAPSHOT = "snapshot"

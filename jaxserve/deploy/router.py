@@ -40,8 +40,8 @@ class SnapshotRouter(RequestRouter):
         there = {each.replica_id: each for each in candidate_replicas}
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-            avoided = pending_request.kwargs.get(AVOID)
-            for name in [each for each in there if each.unique_id == avoided]:
+            avoided = pending_request.kwargs.get(AVOID) or ()
+            for name in [each for each in there if each.unique_id in avoided]:
                 self._known.avoid(name)
         try:
             name = self._known.choose(_ask(pending_request), time.time())

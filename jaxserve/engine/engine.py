@@ -271,6 +271,10 @@ class Engine:
     ) -> None:
         info = self._info
         texts, row = self._texts(request), RequestRow(request, info.vocab_size, self._eos_ids)
+        replays = [
+            text.replay(each.tokens)
+            for text, each in zip(texts, request.generated, strict=bool(request.generated))
+        ]
         scheduler = self._scheduler
         keys = self._keys(request, adapter)
         if keys is not None:
@@ -300,6 +304,7 @@ class Engine:
                     block_keys=keys,
                     drafting=drafting,
                     adapter=adapter,
+                    replays=replays,
                 )
             )
             self._wake.notify()

@@ -53,6 +53,8 @@ class Timings:
         preempted: when it lost all of its cache, counted from arrival.
         preprocess: arrival to submission, such as reading the call, the chat template, compiling a
             grammar and encoding.
+        moved: when it moved to another engine, counted from arrival. `queue` and `preprocess` are
+            then about the last one.
     """
 
     queue: float
@@ -63,6 +65,7 @@ class Timings:
     tbt_max: float | None = None
     preempted: tuple[float, ...] = ()
     preprocess: float = 0.0
+    moved: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,8 @@ class Output:
         engine_failed: whether the whole engine has failed, not only this request.
         expected_missed: whether the policy has just given up its targets; reported at most once.
         stop_string: the stop string that ended it, in the last one; "" if none did.
+        replayed: whether it repeats what another engine has generated before the request moved. All
+            of it comes before anything new.
         pooled: float32, the vector or the logits that `Request.pooling` asks for, in the last one.
     """
 
@@ -129,4 +134,5 @@ class Output:
     engine_failed: bool = False
     expected_missed: bool = False
     stop_string: str = ""
+    replayed: bool = False
     pooled: np.ndarray | None = field(default=None, compare=False)

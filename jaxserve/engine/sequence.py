@@ -16,10 +16,10 @@ from jaxserve.engine.stats import RequestStats
 from jaxserve.engine.text.matcher import Matcher
 from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.sched.cost.reachability import SloProblem
-from jaxserve.sched.request import Request
+from jaxserve.sched.request import Generated, Request
 from jaxserve.sched.slo.verdict import Verdict, judge, longest_tbt, tbt_that_counts
 
-NO_SLOT = -1
+NO_SLOT = NO_ROW = -1
 
 
 class Continuation:
@@ -31,7 +31,7 @@ class Continuation:
     Args:
         request: the submitted request.
         index: which of the request's continuations.
-        row: its row in the scheduler's table.
+        row: its row in the scheduler's table; NO_ROW before it has one.
         number: counts continuations from 0 in the order of arrival.
         text: turns its tokens into text.
         sampling_row: sampling parameters for the device.
@@ -77,10 +77,11 @@ class Continuation:
         self.number = number
         self.slot = NO_SLOT
         self.finished = False
-        self.output_tokens: list[int] = []
+        before = request.generated[index] if request.generated else Generated()
+        self.output_tokens = list(before.tokens)
         self.first_scheduled: float | None = None
         self.cached_tokens = 0
-        self.token_times: list[float] = []
+        self.token_times = list(before.times)
         self.preempted: list[float] = []
         asks = request.sampling.prompt_logprobs is not None and len(request.prompt) > 1
         self.next_prompt_logprob: int | None = 1 if asks else None
@@ -88,10 +89,11 @@ class Continuation:
         self.pooled: np.ndarray | None = None
         self._text, self._sampling_row = text, sampling_row
         self._on_output = on_output
-        self._given_up = False
+        self._given_up = before.given_up
         self._told = False  # whether the last `Output` was sent, or its callback raised
         self._engine_failed = False
         self._submitted = request.arrival if submitted is None else submitted
+        self._preprocess = 0.0 if request.moved else self._submitted - request.arrival
         self._problems = problems
         self.block_keys, self.speculator = block_keys, speculator
         self._timings: Timings | None = None
@@ -117,9 +119,39 @@ class Continuation:
         self._tell(Output(self.request.id, self.index, prompt_logprobs=logprobs))
 
     def expect_missed(self) -> None:
-        """Reports that its targets will be missed."""
+        """Reports that its targets will be missed, unless its caller knows."""
+        if self._given_up:
+            return
         self._given_up = True
         self._tell(Output(self.request.id, self.index, expected_missed=True))
+
+    def replay(self, text: str, reason: FinishReason | None) -> None:
+        """Tells its caller again what another engine has generated.
+
+        Args:
+            text: the text of its tokens so far.
+            reason: why it ended with them; None if it goes on.
+        """
+        before, times = self.request.generated[self.index], tuple(self.token_times)
+        if not before.tokens:
+            return
+        news = Output(
+            self.request.id,
+            self.index,
+            before.tokens,
+            text,
+            tuple(
+                TokenLogprobs(token, *logprobs)
+                for token, logprobs in zip(before.tokens, before.logprobs, strict=False)
+            ),
+            finish_reason=reason,
+            token_times=times,
+            stop_string=self._text.stop_string,
+            expected_missed=before.given_up,
+            replayed=True,
+        )
+        self.finished = reason is not None
+        self._tell(news if reason is None else self._last(news, reason, times[-1], 0))
 
     def feed(
         self,
@@ -266,7 +298,8 @@ class Continuation:
             tbt_mean=(came[-1] - came[0]) / (len(came) - 1) if len(came) > 1 else None,
             tbt_max=longest_tbt(came),
             preempted=tuple(when - request.arrival for when in self.preempted),
-            preprocess=self._submitted - request.arrival,
+            preprocess=self._preprocess,
+            moved=request.moved,
         )
         self._verdict = judge(
             request,

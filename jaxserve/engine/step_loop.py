@@ -37,7 +37,7 @@ from jaxserve.engine.in_flight import Emitting, InFlight
 from jaxserve.engine.output import COMPLETE, FinishReason, Output
 from jaxserve.engine.pooling import Pooling, pooled_pieces, vector_of
 from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, prompt_logprob_pieces
-from jaxserve.engine.sequence import NO_SLOT, Continuation
+from jaxserve.engine.sequence import NO_ROW, NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, StepStats
 from jaxserve.engine.text.stop_conditions import ContinuationText
 from jaxserve.sched.cache.cache_kinds import HIDDEN
@@ -70,6 +70,8 @@ class Submit:
         block_keys: keys of its prompt; None without reuse.
         drafting: drafts for its first continuations, one for each.
         adapter: the adapter that it uses; None for the base model.
+        replays: of each continuation, the text of what another engine has generated, and why it has
+            ended with that, if it has; empty for a request that begins here.
     """
 
     request: Request
@@ -82,6 +84,7 @@ class Submit:
     block_keys: KeyChain | None = None
     drafting: Sequence[Drafting] = ()
     adapter: Adapter | None = None
+    replays: Sequence[tuple[str, FinishReason | None]] = ()
 
 
 class RowResult(NamedTuple):
@@ -170,38 +173,66 @@ class StepLoop:
 
     def admit(self, command: Submit) -> None:
         """Adds all continuations of the request to the waiting ones."""
-        request, keys = command.request, command.block_keys
+        request = command.request
         adapter = 0 if command.adapter is None else command.adapter.number
         if command.adapter is not None:
             self._columns[adapter] = command.adapter.columns.stop
         mine = self._by_id[request.id] = []
+        left = list(range(request.sampling.n))
         try:
-            for index, text in enumerate(command.texts):
-                first = mine[0].row if mine else None
-                row = self._scheduler.add(
-                    request, alone=command.alone, first=first, adapter=adapter
-                )
-                number, self.arrivals = self.arrivals, self.arrivals + 1
-                self._received += 1
-                one = Continuation(
-                    request=request,
-                    index=index,
-                    row=row,
-                    number=number,
-                    text=text,
-                    sampling_row=command.row,
-                    on_output=command.on_output,
-                    problems=command.problems,
-                    block_keys=None if keys is None else keys.copy(),
-                    speculator=self._speculator(command, index),
-                    submitted=command.at,
+            while left:
+                index, ended = left[0], self._ended(command, left[0])
+                one = self._continuation(command, index)
+                chain, before = one.block_keys, one.output_tokens
+                keys = [] if chain is None else [key for t in before if (key := chain.append(t))]
+                if ended:
+                    one.replay(*command.replays[index])
+                    left.pop(0)
+                    self._on_over(request.id)
+                    continue
+                one.row = self._scheduler.add(
+                    request,
+                    alone=command.alone,
+                    first=mine[0].row if mine else None,
+                    adapter=adapter,
+                    times=one.token_times,
+                    keys=keys,
                 )
                 mine.append(one)
-                self.live[row] = one
+                left.pop(0)
+                self.live[one.row] = one
+                if command.replays:
+                    one.replay(*command.replays[index])
+                if before and one.speculator is not None:
+                    self._propose(one, one.speculator, before)
+                self._received += 1
                 self._newcomers.append(one)
                 self._tell_arrival(one)
         except BaseException as error:
-            self._refuse(command, mine, error)
+            self._refuse(command, mine, left, error)
+        if not mine:
+            self._by_id.pop(request.id, None)
+
+    def _ended(self, command: Submit, index: int) -> bool:
+        """Whether a continuation has ended at another engine."""
+        return bool(command.replays) and command.replays[index][1] is not None
+
+    def _continuation(self, command: Submit, index: int) -> Continuation:
+        number, self.arrivals = self.arrivals, self.arrivals + 1
+        keys = command.block_keys
+        return Continuation(
+            request=command.request,
+            index=index,
+            row=NO_ROW,
+            number=number,
+            text=command.texts[index],
+            sampling_row=command.row,
+            on_output=command.on_output,
+            problems=command.problems,
+            block_keys=None if keys is None else keys.copy(),
+            speculator=self._speculator(command, index),
+            submitted=command.at,
+        )
 
     def _speculator(self, command: Submit, index: int) -> Speculator | None:
         if index >= len(command.drafting):
@@ -218,15 +249,20 @@ class StepLoop:
             self.observers.notify(lambda observer: observer.on_program_call(one.number, told))
         self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
 
-    def _refuse(self, command: Submit, begun: list[Continuation], error: BaseException) -> None:
-        """Ends a request that cannot be admitted completely."""
-        request, rest = command.request, range(len(begun), command.request.sampling.n)
+    def _refuse(
+        self,
+        command: Submit,
+        begun: list[Continuation],
+        rest: Sequence[int],
+        error: BaseException,
+    ) -> None:
+        """Ends a request that cannot be admitted completely: those of its continuations that are
+        live, and the rest."""
+        request = command.request
         failures.refuse(
             request, command.on_output, FinishReason.ERROR, failures.describe(error), rest
         )
         self.arrivals += len(rest)
-        if not begun:
-            del self._by_id[request.id]
         for _ in rest:
             self.failures.of_request(error, request.id)
             self._on_over(request.id)

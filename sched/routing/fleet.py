@@ -54,6 +54,14 @@ class RoutingRequest(NamedTuple):
         marks = marks_of(request.block_keys or (), (length - 1) // block_size)
         return cls(length, int(request.tier), ttft, tbt, jct, marks=marks)
 
+    def after(self, tokens: int) -> RoutingRequest:
+        """The router's view of the same call once another replica has generated this many tokens of
+        it: they have to be computed, too, and the first has come."""
+        if not tokens:
+            return self
+        each = -(-tokens // self.sequences)
+        return self._replace(prompt_len=self.prompt_len + each, ttft=np.inf)
+
 
 _NAMES = KNOWN.names or ()
 

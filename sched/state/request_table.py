@@ -9,6 +9,7 @@ preemption and a decode are all "compute the next c of the pending tokens".
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class Outlook(enum.IntEnum):
 
 # Looking up, or comparing, a member of an enum takes longer than the comparison that needs it.
 FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
+_FAR = 1 << 31  # more than requests will ever come; policies pack numbers of 32 bits
 MISSED, RELEGATED = int(Outlook.MISSED), int(Outlook.RELEGATED)
 
 
@@ -53,7 +55,7 @@ class RequestTable:
 
     Attributes:
         state: int8, `State`.
-        seq: int64, order of arrival.
+        seq: int64, order of arrival, with those first that another engine has begun.
         last_batch_order: int64, order of the requests' last times in a batch.
         preempted_order: int64, order of the last preemptions, from 1; 0 for none.
         arrival: float64.
@@ -200,6 +202,21 @@ class RequestTable:
         self.num_timed += self._is_timed(row)
         self.move(np.array([row]), WAITING)
         return row
+
+    def resume(self, row: int, times: Sequence[float]) -> None:
+        """Notes that another engine has generated tokens of a request that was just added.
+
+        Args:
+            row: Its row.
+            times: When each token came, ascending, at least one.
+        """
+        steps, counts = np.unique(times, return_counts=True)
+        gaps, counts = np.diff(steps) / counts[1:], counts[1:]  # as in `receive`
+        self.seq[row] -= _FAR  # its reader waits for the next token, and has waited for the move
+        self.generated[row] = self.received[row] = len(times)
+        self.first_token[row], self.last_token[row] = times[0], times[-1]
+        self.late_gaps[row] = counts[gaps > self.tbt[row]].sum()
+        self.longest_gap[row] = gaps.max(initial=0.0)
 
     def remove(self, row: int) -> None:
         """Frees the row; its columns become stale. ValueError if it is free already."""

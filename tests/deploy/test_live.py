@@ -93,9 +93,8 @@ def test_no_call_fails_while_replicas_come_and_go(found: Found) -> None:
         assert scaled.calls and not scaled.failed and not scaled.wrong
 
 
-def test_a_replica_that_is_killed_takes_with_it_only_what_had_begun_there(found: Found) -> None:
+def test_no_stream_is_lost_with_a_replica(found: Found) -> None:
+    """What had begun there goes on elsewhere, and nobody misses a word, or hears one twice."""
     killed = found.killed
-    assert killed.whole + killed.cut + killed.failed == STREAMS
-    # All that had sent nothing went elsewhere, and of those that had, nobody heard a word twice.
-    assert killed.failed == 0 and killed.wrong == 0
-    assert 0 < killed.cut < STREAMS / 2 and all("unavailable" in one for one in killed.errors)
+    assert (killed.whole, killed.cut, killed.failed, killed.wrong) == (STREAMS, 0, 0, 0)
+    assert 0 < killed.moved < STREAMS

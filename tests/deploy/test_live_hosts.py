@@ -4,6 +4,7 @@ two, each with prefixes of its own. Two minutes."""
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -58,7 +59,8 @@ def test_a_group_writes_what_one_process_does_and_comes_again_where_a_host_dies(
     async def streams() -> list[Stream]:
         async with client(cluster.http) as api:
             kill = lambda: os.kill(follower, signal.SIGKILL)  # noqa: E731
-            return await many(api, MODEL, TOKENS, STREAMS, BEGUN, kill)
+            ask = functools.partial(stream, api, MODEL, TOKENS)
+            return await many([ask] * STREAMS, BEGUN, kill)
 
     for each in asyncio.run(streams()):
         assert text.startswith(each.text), each

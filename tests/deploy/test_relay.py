@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from jaxserve.deploy.relay import Pieces, ReplicaLost, relay_response
+from jaxserve.deploy import relay as module
+from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost
+from jaxserve.server.moves import resume_point
+from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint
 
-HEAD, DEAD, AWAY, FAILED = "head", "dead", "away", "failed"
+HEAD, DEAD, AWAY, FAILED, FULL = "head", "dead", "away", "failed", "full"
+BEGUN = Begun("fp_1")
 
 
 class Fleet:
@@ -19,14 +23,16 @@ class Fleet:
     def __init__(self, *scripts: Sequence[Any]) -> None:
         self._scripts = list(scripts)
         self.closed = 0
-        self.avoided: list[str] = []
+        self.avoided: list[tuple[str, ...]] = []
+        self.points: list[ResumePoint] = []
 
     @property
     def unused(self) -> int:
         return len(self._scripts)
 
-    async def send(self, avoided: str) -> Pieces:
+    async def send(self, avoided: tuple[str, ...], point: ResumePoint) -> Pieces:
         self.avoided.append(avoided)
+        self.points.append(point.model_copy(deep=True))
         script = self._scripts.pop(0)
         try:
             for step in script:
@@ -34,6 +40,8 @@ class Fleet:
                     raise ReplicaLost("out of memory", dead=step == DEAD)
                 if step == FAILED:
                     raise ReplicaLost("the engine failed", dead=True, replica="b")
+                if step == FULL:
+                    raise ReplicaLost("its queue is full", dead=True)
                 yield list(step)
         finally:
             self.closed += 1
@@ -44,7 +52,8 @@ def read(fleet: Fleet) -> tuple[list[str], str | None]:
     parts: list[str] = []
 
     async def run() -> None:
-        async for piece in relay_response(fleet.send, lambda part: part != HEAD):
+        point = ResumePoint(arrived=1.0, key="0" * 32)
+        async for piece in Relay(fleet.send, lambda part: part != HEAD, point).pieces():
             parts.extend(piece)
 
     try:
@@ -74,7 +83,7 @@ def test_without_a_part_it_goes_elsewhere_and_nothing_of_the_first_is_seen(
 def test_one_that_only_serves_no_more_is_avoided() -> None:
     fleet = Fleet([[HEAD], FAILED], [[HEAD, "b"]])
     assert read(fleet) == ([HEAD, "b"], None)
-    assert fleet.avoided == ["", "b"]
+    assert fleet.avoided == [(), ("b",)]
 
 
 def test_it_goes_elsewhere_once() -> None:
@@ -100,9 +109,64 @@ def test_who_stops_reading_ends_the_answer() -> None:
     fleet = Fleet([["a"], ["b"]])
 
     async def run() -> None:
-        pieces = relay_response(fleet.send, lambda part: True)
+        pieces = Relay(fleet.send, lambda part: True, ResumePoint(arrived=1.0)).pieces()
         assert await anext(pieces) == ["a"]
         await pieces.aclose()
 
     asyncio.run(run())
     assert fleet.closed == 1
+
+
+def passed(*tokens: int, number: int = 0, given_up: bool = False) -> Passed:
+    times = tuple(float(token) for token in tokens)
+    return Passed(number, tokens, times, given_up=given_up)
+
+
+def test_an_answer_whose_tokens_are_known_goes_on_behind_them() -> None:
+    first = [[BEGUN, HEAD, "a", passed(1)], ["b", passed(2, 3)], [passed(4)], DEAD]
+    fleet = Fleet(first, [[BEGUN, "c", passed(5, number=1)], AWAY], [[BEGUN, "d"]])
+    assert read(fleet) == ([HEAD, "a", "b", "c", "d"], None)
+    begin, second, third = fleet.points
+    assert not begin.outputs and not begin.moved and begin.fingerprint == ""
+    assert [(one.number, one.tokens, one.times) for one in second.outputs] == [
+        (0, [1, 2, 3, 4], [1.0, 2.0, 3.0, 4.0])
+    ]
+    assert [one.tokens for one in third.outputs] == [[1, 2, 3, 4], [5]]
+    assert (second.fingerprint, second.why, len(second.moved)) == ("fp_1", "lost", 1)
+    assert len(third.moved) == 2 and {one.key for one in fleet.points} == {"0" * 32}
+    assert all(
+        ResumePoint.model_validate_json(one.model_dump_json()) == one for one in fleet.points
+    )
+
+
+def test_headers_that_wait_for_the_first_token_are_not_lost() -> None:
+    """They were made by the first replica; the other one leaves them out."""
+    fleet = Fleet([[BEGUN, HEAD, passed(given_up=True)], [passed(1)], DEAD], [["a", passed(2)]])
+    assert read(fleet) == ([HEAD, "a"], None)
+    begin = Fleet([[BEGUN, HEAD, passed(given_up=True)], DEAD], [[HEAD, "a"]])
+    assert read(begin) == ([HEAD, "a"], None), "before any token it begins anew"
+    assert not begin.points[1].outputs
+
+
+def test_a_full_replica_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PAUSE_S", 0.001)
+    begun = [[BEGUN, "a", passed(1)], DEAD]
+    fleet = Fleet(begun, [FULL], [FAILED], [FULL], [["b"]])
+    assert read(fleet) == (["a", "b"], None)
+    assert fleet.avoided[1:] == [(), (), ("b",), ("b",)]
+    assert len(fleet.points[-1].moved) == 1, "it has moved once"
+
+
+def test_what_nobody_resumes_ends_with_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESUME_S", 0.02)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.01)
+    fleet = Fleet([[BEGUN, "a", passed(1)], DEAD], *[[FULL]] * 100)
+    parts, error = read(fleet)
+    assert parts == ["a"] and error is not None and "its queue is full" in error
+    assert fleet.unused > 90
+
+
+def test_what_is_too_long_to_be_kept_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume_point, "MOST_VALUES", 3)
+    fleet = Fleet([[BEGUN, "a", passed(1, 2)], ["b", passed(3, 4)], ["c", passed(5)], DEAD], [])
+    assert read(fleet)[0] == ["a", "b", "c"] and fleet.unused == 1

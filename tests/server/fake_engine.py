@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from jaxserve.sched.cache.pool_map import BlockUse
 from jaxserve.sched.cost.cost_model import BatchFeatures
 from jaxserve.sched.cost.reachability import SloProblem
 from jaxserve.sched.request import (
+    Generated,
     Grammar,
     InvalidRequest,
     PoolingParams,
@@ -262,7 +264,11 @@ class FakeEngine:
                 raise QueueFull(f"{self.max_requests} requests are queued; try again later")
             self.requests.append(request)
             indices = dict.fromkeys(range(request.sampling.n), 0)
-            self.live[request.id] = Running(request, on_output, indices)
+            running = self.live[request.id] = Running(request, on_output, indices)
+            for index, before in enumerate(request.generated):
+                self._replay(running, index, before)
+            if not running.produced:
+                del self.live[request.id]
             if self.gives_up:
                 self.give_up()
             self.changed.notify_all()
@@ -379,6 +385,33 @@ class FakeEngine:
         for listener in self.listeners:
             listener(error)
 
+    def _replay(self, running: Running, index: int, before: Generated) -> None:
+        done, request = len(before.tokens), running.request
+        if not done:
+            return
+        assert before.tokens == tuple(range(FIRST, FIRST + done)), "others' tokens"
+        pairs = zip(before.tokens, before.logprobs, strict=False)
+        logprobs = tuple(TokenLogprobs(token, *found) for token, found in pairs)
+        output = Output(
+            request.id,
+            index,
+            before.tokens,
+            "".join(map(self.text, range(done))),
+            logprobs,
+            token_times=before.times,
+            expected_missed=before.given_up,
+            replayed=True,
+        )
+        running.produced[index] = done
+        if done in (self.ends_at, request.sampling.max_tokens):
+            stops = done == self.ends_at
+            reason = FinishReason.STOP if stops else FinishReason.LENGTH
+            stop = self.stop_string if stops else ""
+            self._finish(running, index, reason, dataclasses.replace(output, stop_string=stop))
+            del running.produced[index]
+        else:
+            running.on_output(output)
+
     def _token(self, running: Running, index: int) -> None:
         done = running.produced[index]
         sampling = running.request.sampling
@@ -394,7 +427,10 @@ class FakeEngine:
             logprobs = (TokenLogprobs(token, -0.5, top),)
         if sampling.prompt_logprobs is not None and not done:
             self._prompt(running, index, sampling.prompt_logprobs)
-        output = Output(running.request.id, index, (token,), self.text(done), logprobs)
+        now = (time.monotonic(),)
+        output = Output(
+            running.request.id, index, (token,), self.text(done), logprobs, token_times=now
+        )
         if running.request.pooling is not None:
             vector = self._pooled(running.request, running.request.pooling)
             output = Output(running.request.id, index, pooled=vector)
@@ -444,6 +480,7 @@ class FakeEngine:
             tbt=tbt_that_counts(times),
             tbt_mean=sum(gaps) / len(gaps) if gaps else None,
             tbt_max=max(gaps, default=None),
+            moved=request.moved,
         )
         asked = dataclasses.replace(request, arrival=0.0)  # as times are
         verdict = judge(asked, times, 0.3, complete=last is not None, problems=self.problems)

@@ -18,6 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.output import Output
 from jaxserve.engine.stats import Observer, RequestStats
 from jaxserve.sched.request import SLO, Request, SamplingParams
+from jaxserve.server.moves.resume_point import ResumePoint
 from jaxserve.server.proto import batches_pb2, batches_pb2_grpc
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
@@ -103,11 +104,16 @@ def http_batch(on: Doors) -> Watched:
     return on.engine
 
 
-def replicated(call: Callable[[EngineReplica, float], Any]) -> Watched:
+def replicated(call: Callable[[EngineReplica, bytes], Any]) -> Watched:
     engine = Watched()
     engine.run()
-    assert on_ray(engine, lambda replica: call(replica, time.time()))
+    assert on_ray(engine, lambda replica: call(replica, came(time.time())))
     return engine
+
+
+def came(when: float) -> bytes:
+    """What a replica is told by the ingress."""
+    return ResumePoint(arrived=when).model_dump_json().encode()
 
 
 def ray_http(_: Doors) -> Watched:
@@ -117,13 +123,13 @@ def ray_http(_: Doors) -> Watched:
         "headers": [(b"content-type", b"application/json")],
     }
     body = json.dumps({"prompt": "hi", "max_tokens": 2}).encode()
-    return replicated(lambda one, came: one.http(scope, body, came, routing_request=NOTHING))
+    return replicated(lambda one, told: one.http(scope, body, told, routing_request=NOTHING))
 
 
 def ray_grpc(_: Doors) -> Watched:
     raw = make_request("hi", max_tokens=2).SerializeToString()
     return replicated(
-        lambda one, came: one.grpc(GENERATE, raw, [], "peer", came, routing_request=NOTHING)
+        lambda one, told: one.grpc(GENERATE, raw, [], "peer", told, routing_request=NOTHING)
     )
 
 
@@ -158,7 +164,7 @@ def test_what_another_host_says_is_not_after_now() -> None:
     raw = make_request("hi", max_tokens=2).SerializeToString()
     engine = Watched()
     engine.run()
-    ahead = time.time() + 1000
+    ahead = came(time.time() + 1000)
     on_ray(engine, lambda one: one.grpc(GENERATE, raw, [], "peer", ahead, routing_request=NOTHING))
     assert engine.requests[-1].arrival <= engine.encoding
 

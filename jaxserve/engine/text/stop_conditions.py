@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.text.detokenizer import Tokenizer
 from jaxserve.engine.text.matcher import Matcher
-from jaxserve.sched.request import SamplingParams
+from jaxserve.sched.request import InvalidRequest, SamplingParams
 
 
 class StopStrings:
@@ -117,6 +117,17 @@ class ContinuationText:
             stops = ends or complete
             return text + self._strings.flush(), FinishReason.STOP if stops else FinishReason.LENGTH
         return text, None
+
+    def replay(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None]:
+        """`feed` of the tokens that another engine has generated. Raises InvalidRequest if the
+        continuation ends before the last of them."""
+        text, reason = "", None
+        for token in tokens:
+            if reason is not None:
+                raise InvalidRequest("generated", "goes on after the end")
+            more, reason = self.feed(token)
+            text += more
+        return text, reason
 
     def flush(self) -> str:
         """The text held back, if the continuation is ended from outside."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,6 +62,8 @@ class Caller:
         target_headers: the headers or metadata of the call that set SLO targets or name its
             program, unparsed. A frontend fills it in (`requests/target_headers.py`).
         arrived: when the call came, copied from `CallRecord.began`; 0 if it has no record.
+        drawn: as `CallRecord.drawn`.
+        travels: whether the call's answer may go on at another replica.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Caller:
         self._usage = usage or Usage(time.monotonic)
         self.target_headers: Sequence[tuple[str, str]] = ()
         self.arrived = 0.0
+        self.drawn: Callable[[str], bytes] = lambda _: secrets.token_bytes(16)
+        self.travels = False
 
     @property
     def weight(self) -> float:

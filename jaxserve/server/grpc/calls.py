@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError, Message
 from jaxserve.sched.request import InvalidRequest
 from jaxserve.server.access.api_keys import Keys, RateLimited, Unauthenticated, authorization
 from jaxserve.server.grpc.wire_check import check_fields
+from jaxserve.server.moves.passage import PASSAGE
 from jaxserve.server.requests.admission import Admission, Overloaded
 from jaxserve.server.requests.call_errors import call_error_of
 from jaxserve.server.requests.call_outcome import (
@@ -188,7 +189,9 @@ class Calls:
             carrier = trace_context(context.invocation_metadata() or ())
             arrived: float | None = getattr(context, ARRIVED, None)  # set by a proxy
             record = self._tracker.begin(
-                CallSource.GRPC, name, context.peer(), carrier, began=arrived
+                *(CallSource.GRPC, name, context.peer(), carrier),
+                began=arrived,
+                passage=getattr(context, PASSAGE, None),
             )
             call = Call(context, record, self._writes)
             try:

@@ -48,9 +48,14 @@ class GenerationService:
             # write() returns once the transport has taken the message, so a client that does not
             # read stops this loop, and its output is merged in the stream.
             while (delta := await stream.next()) is not None:
-                await call.write(message_conversion.response_message(call.record.request_id, delta))
-                if delta.last is not None:
-                    cancelled |= delta.last.finish_reason is FinishReason.CANCELLED
+                reason = None if delta.last is None else delta.last.finish_reason
+                cancelled |= reason is FinishReason.CANCELLED
+                if cancelled and call.record.passage is not None:
+                    break  # another replica may go on with it
+                said = message_conversion.response_message(call.record.request_id, delta)
+                with streams.passing(delta.index, delta):
+                    await call.write(said)
+            streams.passed()
         finally:
             streams.end()
         if cancelled:

@@ -23,6 +23,7 @@ from jaxserve.server.http.openai.sse import STREAMS
 from jaxserve.server.http.transport.connections import Place
 from jaxserve.server.http.transport.protocol import ARRIVED, LOST, PLACE, REQUEST_ID
 from jaxserve.server.http.web_console import PAGE
+from jaxserve.server.moves.passage import PASSAGE
 from jaxserve.server.requests.admission import NOBODY, Admission, Overloaded
 from jaxserve.server.requests.call_outcome import (
     CallOutcome,
@@ -128,6 +129,7 @@ class AdmissionMiddleware:
         record = self._tracker.begin(
             *(CallSource.HTTP, _label(scope["path"]), _peer(scope), trace_context(headers)),
             began=state.get(ARRIVED),
+            passage=state.get(PASSAGE),
         )
         record.x_request_id = state.get(REQUEST_ID, "")
         done, too_slow = False, ""

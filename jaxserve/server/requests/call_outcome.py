@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from jaxserve.engine.output import Output, Usage
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.moves.passage import Passage
 from jaxserve.server.requests.engine_load import EngineLoad
 
 log = logging.getLogger(__name__)
@@ -75,6 +77,7 @@ class CallRecord:
         reason: the error message that the client gets if `outcome` is not OK; it may quote the
             client.
         load: the engine's load when a call is refused; None if unknown.
+        passage: by which its answer may go on at another replica; None on a server by itself.
         began: when its head had been read by the frontend, in seconds of time.monotonic(); this is
             the arrival time of its requests.
         ended: when it ended.
@@ -100,6 +103,7 @@ class CallRecord:
     outcome: CallOutcome = CallOutcome.OK
     reason: str = ""
     load: Callable[[], EngineLoad | None] = lambda: None
+    passage: Passage | None = None
     began: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     _taken: int = 0  # requests counted for the caller's concurrency
@@ -131,7 +135,19 @@ class CallRecord:
 
     def of(self, caller: Caller) -> None:
         """Sets the caller of the call. The requests arrive when the call did."""
-        caller.arrived, self.caller = self.began, caller
+        caller.arrived, caller.drawn, self.caller = self.began, self.drawn, caller
+        caller.travels = self.passage is not None
+
+    def drawn(self, what: str) -> bytes:
+        """16 bytes that nobody can guess, for one purpose. If the answer goes on elsewhere, they
+        are the same there."""
+        passage = self.passage
+        return secrets.token_bytes(16) if passage is None else passage.drawn(what)
+
+    @property
+    def created(self) -> int:
+        """When the answer was begun, in seconds of time.time()."""
+        return int(time.time()) if self.passage is None else int(self.passage.point.arrived)
 
     def charge(self, requests: Sequence[Request], at_once: int | None = None) -> None:
         """Counts the requests that the call is about to submit for its caller. Raises RateLimited
@@ -191,6 +207,7 @@ class CallTracker:
     Attributes:
         counts: calls by (method, outcome). Any thread may read it.
         lines: lines of batches by outcome, likewise.
+        moved: calls that another replica had begun to answer, by why they moved, likewise.
         logged: as given.
     """
 
@@ -206,6 +223,7 @@ class CallTracker:
     ) -> None:
         self.counts = {(method, outcome): 0 for method in methods for outcome in CallOutcome}
         self.lines = dict.fromkeys(CallOutcome, 0)
+        self.moved = {"lost": 0, "drained": 0}
         self._sinks, self.logged, self._keeps_text = sinks, logged, keeps_text
         self._load, self._clock = load, clock
 
@@ -216,6 +234,7 @@ class CallTracker:
         peer: str = "",
         carrier: Mapping[str, str] | None = None,
         began: float | None = None,
+        passage: Passage | None = None,
     ) -> CallRecord:
         """The record of a new call or batch line.
 
@@ -225,8 +244,9 @@ class CallTracker:
             peer: the client's address.
             carrier: W3C Trace Context headers of the call.
             began: as `CallRecord.began`; None: now.
+            passage: as `CallRecord.passage`.
         """
-        return CallRecord(
+        record = CallRecord(
             method,
             peer,
             source=source,
@@ -234,7 +254,13 @@ class CallTracker:
             keeps_text=self._keeps_text,
             load=self._load,
             began=self._clock() if began is None else began,
+            passage=passage,
         )
+        if passage is not None:
+            passage.call = record
+            if passage.silent:
+                self.moved[passage.point.why] += 1
+        return record
 
     def ended(self, record: CallRecord) -> None:
         """Counts a call that has ended; to be called once for each."""

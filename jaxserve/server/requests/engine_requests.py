@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.logprob_arrays import logprobs_bytes as logprobs_size
 from jaxserve.server.requests.output_streams import (
     BUFFER_BYTES,
+    Delta,
     OutputRouter,
     RequestCancelled,
     Stream,
@@ -246,9 +248,10 @@ class EngineRequests:
             InvalidRequest: If a request cannot be served. With several prompts, it names the one.
         """
         wanted, tokens = [], 0
+        first = shared.request_id or self._new_id(shared.caller)
         for place, prompt in enumerate(prompts):
             await asyncio.sleep(0)  # each may take milliseconds: lets other tasks run
-            own = _numbered(shared.request_id, place)
+            own = _numbered(first, place)
             program = shared.program
             if program is not None and place + 1 < len(prompts):
                 program = program.going_on()
@@ -372,7 +375,11 @@ class EngineRequests:
             check_deadline(program, caller, DEADLINE_HEADER)
         if program is not None and level.program_deadline is not None:
             program = dataclasses.replace(program, usual_deadline=level.program_deadline)
-        name = own or uuid.uuid4().hex
+        name = own or self._new_id(caller)
+        if caller is not None and caller.travels and params.seed is None:
+            # The same draws wherever it goes on.
+            drawn = caller.drawn(f"seed of {name}")[:8]
+            params = dataclasses.replace(params, seed=int.from_bytes(drawn, signed=True))
         request = Request(
             id=name if caller is None else caller.scoped(name),
             prompt=tokens,
@@ -394,6 +401,9 @@ class EngineRequests:
         )
         self._engine.check(request)
         return request
+
+    def _new_id(self, caller: Caller | None) -> str:
+        return uuid.uuid4().hex if caller is None else caller.drawn("id").hex()
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -454,13 +464,17 @@ class EngineRequests:
 
         Raises:
             EngineStopped: If new requests are refused.
+            InvalidRequest: If it cannot go on from what was generated elsewhere.
             ExpectedLate: If the first token is expected after its target.
             DuplicateRequest: If a request with this id is running.
             QueueFull: If the engine's queue is full.
         """
         # Without an await in between, a later failure or shutdown finds the stream open.
         self.check_open()
-        check_expected(self._engine, request, self._refuse_late)
+        if request.generated:
+            self._engine.check(request)
+        else:
+            check_expected(self._engine, request, self._refuse_late)
         stream = self._router.open_stream(
             request.id, request.sampling.n, bounded=bounded, record=record
         )
@@ -513,7 +527,8 @@ class CallStreams:
     def __init__(
         self, requests: EngineRequests, wanted: Sequence[Request], record: CallRecord
     ) -> None:
-        self._requests = requests
+        self._requests, passage = requests, record.passage
+        wanted = wanted if passage is None else passage.begin(wanted)
         self.wanted, self.record = wanted, record
         record.charge(wanted)
         self.streams: list[Stream] = []
@@ -523,6 +538,17 @@ class CallStreams:
         except BaseException:
             self.end()
             raise
+
+    def passing(self, number: int, delta: Delta) -> AbstractContextManager[None]:
+        """Within it, the frontend says what a delta stands for, and nothing else. number: the
+        continuation's, j of prompt i has i * n + j."""
+        passage = self.record.passage
+        return nullcontext() if passage is None else passage.passing(number, delta)
+
+    def passed(self) -> None:
+        """All that the deltas stand for was said."""
+        if self.record.passage is not None:
+            self.record.passage.over()
 
     def end(self) -> None:
         """Ends all streams; unfinished requests are cancelled."""

@@ -24,7 +24,7 @@ BUFFER_BYTES = 1 << 20
 MAX_DELTA_BYTES = 64 << 10
 """A message is closed beyond this size, so that it stays well below the 4 MiB that gRPC clients
 accept, and an unread message is small."""
-_TOKEN_BYTES = 40  # an int, and its place in a list
+_TOKEN_BYTES = 48  # an int, and its place and its time's in a list
 
 
 class DuplicateRequest(ValueError):
@@ -56,7 +56,8 @@ class Delta:
         token_ids: new tokens, in order.
         text: new pieces of text, in order.
         last: the output that finished the continuation; None while more is to come.
-        expected_missed: as `Output`.
+        expected_missed, replayed: as `Output`.
+        times: when each token came, in seconds on the engine's clock.
         size: its approximate memory in bytes.
     """
 
@@ -65,6 +66,8 @@ class Delta:
     text: list[str] = field(default_factory=list)
     last: Output | None = None
     expected_missed: bool = False
+    replayed: bool = False
+    times: list[float] = field(default_factory=list)
     size: int = 0
     _logprobs: LogprobArrays = field(default_factory=LogprobArrays)
     _prompt_logprobs: LogprobArrays = field(default_factory=LogprobArrays)
@@ -72,6 +75,7 @@ class Delta:
     def add(self, output: Output) -> None:
         """Appends the engine's next output for this continuation."""
         self.token_ids.extend(output.token_ids)
+        self.times.extend(output.token_times)
         self.size += _TOKEN_BYTES * len(output.token_ids)
         if output.text:
             self.text.append(output.text)
@@ -85,6 +89,7 @@ class Delta:
     def extend(self, later: Delta) -> None:
         """Appends a later delta of the same continuation."""
         self.token_ids += later.token_ids
+        self.times += later.times
         self.text += later.text
         self._logprobs.extend(later._logprobs)
         self._prompt_logprobs.extend(later._prompt_logprobs)
@@ -155,11 +160,14 @@ class Stream:
             self.fail(output.error or FAILED, kind)
             return
         delta = self._growing.get(output.index)
-        if delta is None or delta.size >= MAX_DELTA_BYTES:
-            delta = self._growing[output.index] = Delta(output.index)
+        replayed = output.replayed
+        if delta is None or delta.size >= MAX_DELTA_BYTES or delta.replayed != replayed:
+            delta = self._growing[output.index] = Delta(output.index, replayed=replayed)
             self._pending.append(delta)
         before = delta.size
         delta.add(output)
+        if replayed:  # nobody reads it
+            delta.size = 0
         self._size += delta.size - before
         # One message may always wait, however large a step's text is.
         if self._size > self._most and len(self._pending) > 1:

@@ -29,7 +29,8 @@ TARGET_HEADERS: Mapping[str, str] = MappingProxyType(
 _LLM_D = {"ttft": "x-llm-d-slo-ttft-ms", "tbt": "x-llm-d-slo-tpot-ms"}
 _CLASS, _TIER, _MET, _TIMING = "x-slo-class", "x-slo-tier", "x-slo-met", "server-timing"
 _UNENFORCED, _MAX_UNENFORCED = "x-schema-not-enforced", 1000
-ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING, _UNENFORCED)
+_MOVED = "x-jaxserve-moved"
+ANSWER_HEADERS = (*TARGET_HEADERS.values(), _CLASS, _TIER, _MET, _TIMING, _UNENFORCED, _MOVED)
 _TARGETS = {*TARGET_HEADERS.values(), *_LLM_D.values()}
 _PROGRAM, DEADLINE_HEADER = "x-program-id", "x-program-deadline-ms"
 _NAMES = {*_TARGETS, _PROGRAM, DEADLINE_HEADER}
@@ -104,8 +105,8 @@ def _seconds(name: str, value: str) -> float:
 
 def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, str]]:
     """The answer's headers about its requests' targets: which were in force, and at the end which
-    were met. Also the schema's keywords that the text is not held to. Empty for a call without
-    requests.
+    were met. Also the schema's keywords that the text is not held to, and how often the call moved
+    to another replica. Empty for a call without requests.
 
     Args:
         record: the call's record.
@@ -125,6 +126,8 @@ def answer_headers(record: CallRecord, *, ended: bool) -> Iterator[tuple[str, st
         few = record.unenforced[:_MAX_UNENFORCED]
         places = [quote(place[:_MAX_UNENFORCED], safe="$") for place in few]
         yield _UNENFORCED, ", ".join(places)[:_MAX_UNENFORCED]
+    if record.passage is not None and (moved := len(record.passage.point.moved)):
+        yield _MOVED, str(moved)
     if not ended:
         return
     verdicts = [last.verdict for last in record.last if last.verdict is not None]

@@ -339,6 +339,9 @@ class EngineMetrics(Collector, Observer):
         text = "Lines of batches that the engine has served, by how they ended."
         lines = {(ending,): count for ending, count in self._tracker.lines.items()}
         yield self._family(CounterMetricFamily, "batch_lines", text, lines, "ending")
+        text = "Calls that went on here after another replica, by why they moved."
+        moved = {(why,): count for why, count in self._tracker.moved.items()}
+        yield self._family(CounterMetricFamily, "moved_calls", text, moved, "why")
 
     def _drafts(self) -> Iterator[Metric]:
         """Has vLLM's names. Each accepted token has saved its request a step."""

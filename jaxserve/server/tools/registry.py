@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import secrets
 import string
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -65,12 +64,8 @@ class ToolFormat(ABC):
     def written(self, calls: Sequence[Call]) -> str:
         """The calls as the model writes them."""
 
-    def new_id(self) -> str:
-        """The id of a call."""
-        return self.id_of(secrets.token_bytes(12))
-
     def id_of(self, digits: bytes) -> str:
-        """The id made of twelve random bytes."""
+        """The id of a call, made of twelve random bytes."""
         return f"call_{digits.hex()}"
 
 

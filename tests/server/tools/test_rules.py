@@ -400,7 +400,7 @@ def test_a_format_may_be_given() -> None:
 
 def test_ids_are_as_templates_demand_them() -> None:
     for name in NAMES:
-        ids = {find_format("", name).new_id() for _ in range(20)}
+        ids = {find_format("", name).id_of(bytes([i] * 12)) for i in range(20)}
         assert len(ids) == 20
         for each in ids:
             assert len(each) == 9 and each.isalnum() if name == "mistral" else "call_" in each

@@ -50,9 +50,9 @@ class MessageAnswer(ParsedAnswer):
         (request,) = prepared.wanted
         self._model = request.adapter or context.model
         shows = body.thinking is None or body.thinking.display != "omitted"
-        self._blocks = ContentBlocks(context.template.tool_format.new_id, shows_thoughts=shows)
         self._shortened = request.sampling.max_tokens < body.max_tokens
         super().__init__(context, prepared, http)
+        self._blocks = ContentBlocks(self._new_call_id, shows_thoughts=shows)
 
     def stream(self) -> Response:
         """The message as a stream of events."""

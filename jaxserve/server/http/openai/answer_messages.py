@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jaxserve.server.http.openai.reasoning_options import ThoughtUse
 from jaxserve.server.http.openai.route_context import RouteContext
 from jaxserve.server.http.openai.tool_options import ToolUse, call_parser
 from jaxserve.server.reasoning.message import MessageParser
+from jaxserve.server.requests.call_outcome import CallRecord
 from jaxserve.server.requests.output_streams import Delta
 from jaxserve.server.requests.templates.chat_template import ChatTemplate
 from jaxserve.server.tools.calls import (
@@ -61,12 +63,12 @@ class ParsedAnswer(ABC):
 
     def __init__(self, context: RouteContext, prepared: PreparedChat, http: HttpRequest) -> None:
         self._engine, self._requests, self._http = context.engine, context.requests, http
-        self._new_call_id = context.template.tool_format.new_id
         self._parser = message_parser(context.template, prepared.note)
         self._thought = None if prepared.thought is None else prepared.thought.count()
         self._characters = self._output_tokens = 0
         self._last: Output | None = None
         self._record = record_of(http)
+        self._new_call_id = call_ids(context.template, self._record)
         self._record.unenforced = prepared.unenforced
         self._generating = Generating(context.requests, prepared.wanted, self._record)
 
@@ -123,6 +125,22 @@ def parser_note(template: ChatTemplate, use: ToolUse | None, prompt: str) -> dic
     if thinks is not None and thinks.parser(end) is not None:
         note["prompt_end"] = end
     return note
+
+
+def call_ids(template: ChatTemplate, record: CallRecord, number: int = 0) -> Callable[[], str]:
+    """Makes the ids of a continuation's calls of tools.
+
+    Args:
+        template: knows the formats of the model.
+        record: the call's record.
+        number: the continuation's number.
+    """
+    places = itertools.count()
+
+    def made() -> str:
+        return template.tool_format.id_of(record.drawn(f"call {number} {next(places)}")[:12])
+
+    return made
 
 
 def message_parser(template: ChatTemplate, note: Mapping[str, Any]) -> MessageParser:

@@ -20,6 +20,7 @@ from jaxserve.server.http.openai import request_options
 from jaxserve.server.http.openai.answer_messages import (
     MessageDeltas,
     PreparedChat,
+    call_ids,
     ended_message,
     message_parser,
     parser_note,
@@ -236,16 +237,18 @@ class _ChatAnswer(Answer):
         asked: PreparedChat,
     ) -> None:
         self._template, self._note = context.template, asked.note
-        self._new_id = context.template.tool_format.new_id
+        record = record_of(http)
+        count = range(asked.wanted[0].sampling.n)
+        self._new_ids = [call_ids(context.template, record, number) for number in count]
         self._engine, self._with_logprobs = context.engine, bool(body.logprobs)
         if self._note:  # parsing takes up to 1 us per character
             self.inline_bytes = _PARSED_INLINE
         self._deltas: list[MessageDeltas] = []
-        record_of(http).unenforced = asked.unenforced
+        record.unenforced = asked.unenforced
         super().__init__(context, body, asked.wanted, http)
         if self._note and self._streams:
             parsers = [message_parser(self._template, self._note) for _ in range(self._n)]
-            self._deltas = [MessageDeltas(parser, self._new_id) for parser in parsers]
+            self._deltas = list(map(MessageDeltas, parsers, self._new_ids))
         thought = asked.thought
         self._thoughts = [] if thought is None else [thought.count() for _ in range(self._n)]
 
@@ -265,7 +268,7 @@ class _ChatAnswer(Answer):
 
     def whole_fields(self, text: str, ended: dict[str, Any]) -> dict[str, Any]:
         reason = ended["finish_reason"]
-        fields = ended_message(self._template, self._note, text, reason, self._new_id)
+        fields = ended_message(self._template, self._note, text, reason, self._new_ids[0])
         self._note_tools(fields["message"])
         return {**ended, **fields}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any
@@ -189,7 +188,7 @@ class Answer(ABC):
         return {
             "id": f"{self.prefix}-{self._generating.record.request_id}",
             "object": kind,
-            "created": int(time.time()),
+            "created": self._generating.record.created,
             "model": self._model,
             "system_fingerprint": self._fingerprint,
             "service_tier": SERVED_AS[self._generating.wanted[0].tier],
@@ -251,12 +250,14 @@ def with_raw(json: bytes, raw: Mapping[str, bytes]) -> bytes:
 
 
 def finish_fields(last: Output) -> dict[str, Any]:
-    """The extra fields of a continuation's last piece: why it ended, its times, and whether its
-    targets were met."""
+    """The extra fields of a continuation's last piece: why it ended, its times, how often it went
+    on at another replica if it did, and whether its targets were met."""
     assert last.finish_reason is not None
     fields: dict[str, Any] = {"finish_reason": str(last.finish_reason)}
     if last.timings is not None:
         fields["timings"] = timings_ms(last.timings)
+        if last.timings.moved:
+            fields["moved"] = len(last.timings.moved)
     return {**fields, **slo_fields(last)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from fastapi import Request as HttpRequest
@@ -26,8 +26,16 @@ class Generating(CallStreams):
     i * n + j in the answer."""
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yields (number, delta) as they come, until all continuations have ended. Raises the error
-        of a stream that fails."""
+        """Yields (number, delta) as they come, until all continuations have ended. By the time the
+        next one is asked for, all that a delta stands for has been sent. Raises the error of a
+        stream that fails."""
+        async with aclosing(self._deltas()) as deltas:
+            async for number, delta in deltas:
+                with self.passing(number, delta):
+                    yield number, delta
+        self.passed()
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, Delta], None]:
         if len(self.streams) == 1:
             async for only in self._of(0):
                 yield only

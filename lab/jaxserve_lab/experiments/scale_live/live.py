@@ -25,12 +25,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from jaxserve.command_line import Parser
 from jaxserve.deploy.local.cluster import Cluster, local_cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.machine import machine
 from jaxserve.writable import check_file
-from jaxserve_lab.experiments.scale_live.streams import Stream, client, many, stream, until
+from jaxserve_lab.experiments.scale_live.streams import (
+    Ask,
+    Stream,
+    client,
+    many,
+    rpc,
+    stream,
+    until,
+)
 
 MODEL = "tiny-stories"
 STREAMS, TOKENS = 200, 64
@@ -79,6 +89,9 @@ class Killed:
         wrong: Those whose text, whole or cut, is not what it should be.
         errors: The different errors.
         recovered: Seconds from the streams' end until two replicas served again.
+        moved: Streams that went on at the other replica.
+        gap: Longest time that one of them had between two pieces, in seconds.
+        usual_gap: The same of those that did not move.
     """
 
     streams: int
@@ -89,6 +102,9 @@ class Killed:
     wrong: int
     errors: tuple[str, ...]
     recovered: float
+    moved: int
+    gap: float
+    usual_gap: float
 
 
 @dataclass(frozen=True)
@@ -134,7 +150,7 @@ def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
         alone = asyncio.run(_alone(cluster))
         text = alone[-1].text
         up = _scaled(cluster, 1, 2, MANY, text)
-        killed = _killed(cluster, text)
+        killed = _killed(cluster)
         down = _scaled(cluster, 2, 1, FEW, text)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
     return Found(where, ready, ttft, up, killed, down)
@@ -177,13 +193,39 @@ def _scaled(cluster: Cluster, before: int, after: int, clients: int, text: str) 
     return Scaled((before, after), seconds, len(calls), failed, wrong)
 
 
-def _killed(cluster: Cluster, text: str) -> Killed:
-    victim = cluster.processes()[0]
+SEEDS = (None, 0, None, 1, 2)  # of the streams, one after the other; every fifth is over gRPC
 
-    async def streams() -> list[Stream]:
-        async with client(cluster.http) as api:
-            kill = functools.partial(os.kill, victim, signal.SIGKILL)
-            return await many(api, MODEL, TOKENS, STREAMS, BEGUN, kill)
+
+async def mixed(
+    cluster: Cluster, count: int, tokens: int, when: int, then: Callable[[], None]
+) -> list[Stream]:
+    """Streams over HTTP and gRPC at once, greedy ones and drawn ones.
+
+    Args:
+        cluster: Who answers.
+        count: Number of streams.
+        tokens: Of each.
+        when, then: As in `many`.
+    """
+    options = (("grpc.enable_http_proxy", 0),)
+    async with (
+        client(cluster.http) as api,
+        grpc.aio.insecure_channel(cluster.grpc, options=options) as channel,
+    ):
+
+        def ask(number: int) -> Ask:
+            seed = SEEDS[number % len(SEEDS)]
+            if number % len(SEEDS) == len(SEEDS) - 1:
+                return lambda on_first: rpc(channel, tokens, on_first, seed)
+            return lambda on_first: stream(api, MODEL, tokens, on_first, seed)
+
+        return await many(list(map(ask, range(count))), when, then)
+
+
+def _killed(cluster: Cluster) -> Killed:
+    victim = cluster.processes()[0]
+    texts = [each.text for each in asyncio.run(mixed(cluster, len(SEEDS), TOKENS, 0, _nothing))]
+    kill = functools.partial(os.kill, victim, signal.SIGKILL)
 
     def replaced() -> bool:
         there = cluster.processes()
@@ -191,23 +233,33 @@ def _killed(cluster: Cluster, text: str) -> Killed:
 
     with _Asking(cluster, MANY) as asking:  # until the new one, too, has its share of them
         cluster.wait(lambda: len(asking.calls) >= STREAMS, "calls of two replicas", _SCALE_S)
-    ended, began = asyncio.run(streams()), time.monotonic()
+    ended, began = asyncio.run(mixed(cluster, STREAMS, TOKENS, BEGUN, kill)), time.monotonic()
     with _Asking(cluster, MANY):
         cluster.wait(replaced, "another replica instead of the one that was killed", _SCALE_S)
     outcomes = Counter(each.outcome for each in ended)
-    whole = [each for each in ended if not each.error]
+    expected = [texts[number % len(SEEDS)] for number in range(STREAMS)]
     cut = [each for each in ended if each.error]
+    stayed = [each.gap for each in ended if not each.moved]
     return Killed(
         streams=STREAMS,
         begun=BEGUN,
         whole=outcomes["whole"],
         cut=outcomes["cut"],
         failed=outcomes["failed"],
-        wrong=sum(each.text != text for each in whole)
-        + sum(not text.startswith(each.text) for each in cut),
+        wrong=sum(
+            not text.startswith(each.text) if each.error else text != each.text
+            for each, text in zip(ended, expected, strict=True)
+        ),
         errors=tuple(sorted({each.error for each in cut})),
         recovered=time.monotonic() - began,
+        moved=sum(each.moved > 0 for each in ended),
+        gap=max((each.gap for each in ended if each.moved), default=0.0),
+        usual_gap=max(stayed, default=0.0),
     )
+
+
+def _nothing() -> None:
+    """Nothing is to happen."""
 
 
 def lines(found: Found) -> list[str]:
@@ -217,7 +269,8 @@ def lines(found: Found) -> list[str]:
         f"one replica serves after {found.ready:.1f} s; median TTFT {1000 * found.ttft:.0f} ms",
         f"one of two killed under {killed.streams} streams: {killed.whole} whole, {killed.cut} cut "
         f"off with what they had, {killed.failed} failed, {killed.wrong} wrong; replaced after "
-        f"{killed.recovered:.1f} s",
+        f"{killed.recovered:.1f} s; {killed.moved} moved, with gaps of at most {killed.gap:.2f} s, "
+        f"{killed.usual_gap:.2f} s without",
     ]
     for scaled in (found.up, found.down):
         one, other = scaled.replicas

@@ -1,13 +1,17 @@
-"""Streams of OpenAI's client, and how they end."""
+"""Streams of OpenAI's client and of gRPC, and how they end."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 
+import grpc
 import openai
+
+from jaxserve.client import make_request
+from jaxserve.server.proto import generation_pb2_grpc
 
 PROMPT = "Once upon a time"
 TIMEOUT_S = 300.0
@@ -22,12 +26,31 @@ class Stream:
         ttft: Seconds until the first piece.
         error: The error that cut it off, with its code; "" if it is whole.
         pieces: Number of chunks.
+        gap: Longest time between two chunks, in seconds.
+        moved: How often it went on at another replica.
+        began: When it was asked for, in seconds of time.monotonic().
     """
 
     text: str = ""
     ttft: float | None = None
     error: str = ""
     pieces: int = 0
+    gap: float = 0.0
+    moved: int = 0
+    began: float = field(default_factory=time.monotonic)
+    _last: float = 0.0
+
+    def take(self, text: str, on_first: Callable[[], None]) -> None:
+        """Takes the next piece."""
+        now = time.monotonic()
+        if self.pieces:
+            self.gap = max(self.gap, now - self._last)
+        else:
+            self.ttft = now - self.began
+            on_first()
+        self._last = now
+        self.pieces += 1
+        self.text += text
 
     @property
     def outcome(self) -> str:
@@ -45,44 +68,69 @@ async def stream(
     model: str,
     max_tokens: int,
     on_first: Callable[[], None] = lambda: None,
+    seed: int | None = None,
 ) -> Stream:
-    """Streams one greedy completion of PROMPT.
+    """Streams one completion of PROMPT.
 
     Args:
         api: The client.
         model: Name of the model.
         max_tokens: Of the completion.
         on_first: Called when the first piece arrives.
+        seed: Of its draws; None: it is greedy.
     """
-    found, began = Stream(), time.monotonic()
+    found = Stream()
     try:
         chunks = await api.completions.create(
-            model=model, prompt=PROMPT, max_tokens=max_tokens, temperature=0, stream=True
+            model=model,
+            prompt=PROMPT,
+            max_tokens=max_tokens,
+            temperature=0 if seed is None else 1,
+            seed=seed,
+            stream=True,
         )
         async for chunk in chunks:
-            if not found.pieces:
-                found.ttft = time.monotonic() - began
-                on_first()
-            found.pieces += 1
-            found.text += chunk.choices[0].text
+            (choice,) = chunk.choices
+            found.take(choice.text, on_first)
+            found.moved = (choice.model_extra or {}).get("moved", 0)
     except openai.APIError as error:
         found.error = f"{getattr(error, 'code', None) or type(error).__name__}: {error}"
     return found
 
 
-async def many(
-    api: openai.AsyncOpenAI,
-    model: str,
+async def rpc(
+    channel: grpc.aio.Channel,
     max_tokens: int,
-    count: int,
-    when: int,
-    then: Callable[[], None],
-) -> list[Stream]:
+    on_first: Callable[[], None] = lambda: None,
+    seed: int | None = None,
+) -> Stream:
+    """The same over gRPC.
+
+    Args:
+        channel: To the server.
+        max_tokens, on_first, seed: As in `stream`.
+    """
+    found = Stream()
+    temperature = 0.0 if seed is None else 1.0
+    message = make_request(PROMPT, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    call = generation_pb2_grpc.GenerationStub(channel).Generate(message, timeout=TIMEOUT_S)
+    try:
+        async for answer in call:
+            found.take(answer.text, on_first)
+        found.moved = int(dict(await call.trailing_metadata()).get("x-jaxserve-moved", 0))
+    except grpc.aio.AioRpcError as error:
+        found.error = f"{error.code().name.lower()}: {error.details()}"
+    return found
+
+
+Ask = Callable[[Callable[[], None]], Awaitable[Stream]]
+
+
+async def many(asks: Sequence[Ask], when: int, then: Callable[[], None]) -> list[Stream]:
     """Streams many completions at once.
 
     Args:
-        api, model, max_tokens: As in `stream`.
-        count: Number of streams.
+        asks: Begins each, given what to call when its first piece arrives.
         when: How many streams must have begun for `then`.
         then: Called once, as soon as they have.
     """
@@ -94,8 +142,7 @@ async def many(
         if begun == when:
             then()
 
-    streams = (stream(api, model, max_tokens, on_first) for _ in range(count))
-    return list(await asyncio.gather(*streams))
+    return list(await asyncio.gather(*(ask(on_first) for ask in asks)))
 
 
 async def until(

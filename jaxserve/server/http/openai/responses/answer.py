@@ -11,7 +11,7 @@ from fastapi import Response
 from pydantic_core import to_json
 
 from jaxserve.engine.output import FinishReason
-from jaxserve.server.http.errors import ApiError, as_api_error
+from jaxserve.server.http.errors import ApiError, as_api_error, record_of
 from jaxserve.server.http.openai.answer_messages import ParsedAnswer, PreparedChat
 from jaxserve.server.http.openai.choices import GIVEN_UP, INLINE_BYTES, finish_fields, with_raw
 from jaxserve.server.http.openai.logprobs import chat_logprobs
@@ -59,8 +59,10 @@ class ResponseAnswer(ParsedAnswer):
         self._logprobs = JsonList() if asked else None
         self._untold: list[Any] = []  # log-probabilities of tokens without text so far
         self._left_out = 0  # log-probabilities of thoughts
-        self._items = OutputItems(context.template.tool_format.new_id, self._logprobs)
+        if asked:  # which of them come with which text depends on how the tokens have come
+            record_of(http).passage = None
         super().__init__(context, prepared, http)
+        self._items = OutputItems(self._new_call_id, self._record.drawn, self._logprobs)
 
     def stream(self) -> Response:
         """The response as a stream of events."""
@@ -87,6 +89,8 @@ class ResponseAnswer(ParsedAnswer):
                 for event in self._news(delta):
                     yield events.told(*await self._encoded({**event, **given_up}))
                     given_up = {}
+                if delta.replayed and (passage := self._record.passage) is not None:
+                    events.next = passage.point.messages
             finished = await self._finished()
         except Exception as error:
             api_error = as_api_error(error)
@@ -204,15 +208,15 @@ class ResponseAnswer(ParsedAnswer):
 
 
 class _Numbered:
-    """Makes events, one after the other."""
+    """Makes events, one after the other. next: the next one's number."""
 
     def __init__(self) -> None:
-        self._next = 0
+        self.next = 0
 
     def told(self, kind: str, json: bytes) -> bytes:
         """An event with this JSON object. kind: its type."""
-        number = {"sequence_number": str(self._next).encode()}
-        self._next += 1
+        number = {"sequence_number": str(self.next).encode()}
+        self.next += 1
         return b"event: %s\ndata: %s\n\n" % (kind.encode(), with_raw(json, number))
 
     def with_response(self, kind: str, response: bytes) -> bytes:

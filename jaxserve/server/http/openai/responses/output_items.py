@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
-from jaxserve.server.http.openai.responses.input_items import PREFIXES, new_id
+from jaxserve.server.http.openai.responses.input_items import PREFIXES
 from jaxserve.server.tools.calls import Arguments, CallBegin, Content, Piece, Reasoning
 
 Event = dict[str, Any]
@@ -57,18 +57,18 @@ class JsonList:
 
 class _OpenItem(ABC):
     """The item that is growing. index: its index in the output. logprobs: the text's
-    log-probabilities, if asked for."""
+    log-probabilities, if asked for. id: its id, which it is given before it begins."""
 
     kind: str
 
     def __init__(self, index: int, logprobs: JsonList | None = None) -> None:
         self._index, self._logprobs = index, logprobs
-        self._id = new_id(PREFIXES[self.kind])
+        self.id = ""
         self._pieces: list[str] = []
 
     def item(self, status: Status) -> dict[str, Any]:
         """The item so far."""
-        return {"id": self._id, "type": self.kind, "status": status, **self._fields(status)}
+        return {"id": self.id, "type": self.kind, "status": status, **self._fields(status)}
 
     def begin(self) -> Iterator[Event]:
         """The events at its beginning."""
@@ -90,7 +90,7 @@ class _OpenItem(ABC):
         return {"type": f"response.{name}", "output_index": self._index, **fields}
 
     def _of_item(self, name: str, /, **fields: Any) -> Event:
-        return self._event(name, item_id=self._id, **fields)
+        return self._event(name, item_id=self.id, **fields)
 
 
 class _TextItem(_OpenItem):
@@ -171,6 +171,7 @@ class OutputItems:
 
     Args:
         new_call_id: makes the id of a call.
+        drawn: draws bytes that nobody can guess, for a purpose.
         logprobs: collects the text's log-probabilities; its mark stands for them in the message.
             None if they are not asked for. With log-probabilities there is at most one message.
 
@@ -178,8 +179,13 @@ class OutputItems:
         items: the finished items.
     """
 
-    def __init__(self, new_call_id: Callable[[], str], logprobs: JsonList | None = None) -> None:
-        self._new_call_id, self._logprobs = new_call_id, logprobs
+    def __init__(
+        self,
+        new_call_id: Callable[[], str],
+        drawn: Callable[[str], bytes],
+        logprobs: JsonList | None = None,
+    ) -> None:
+        self._new_call_id, self._drawn, self._logprobs = new_call_id, drawn, logprobs
         self._open: _OpenItem | None = None
         self.items: list[dict[str, Any]] = []
 
@@ -213,7 +219,8 @@ class OutputItems:
 
     def _begin(self, item: _OpenItem) -> Iterator[Event]:
         yield from self._close("completed")
-        self._open = item
+        drawn = self._drawn(f"item-{self._place}")
+        item.id, self._open = f"{PREFIXES[item.kind]}_{drawn.hex()}", item
         yield from item.begin()
 
     def _close(self, status: Status) -> Iterator[Event]:

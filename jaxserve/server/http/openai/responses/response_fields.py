@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from jaxserve.sched.request import SamplingParams, Tier
@@ -13,6 +12,7 @@ from jaxserve.server.http.openai.responses.schema import NamedTool, ResponseRequ
 
 def asked_fields(
     response_id: str,
+    created: int,
     body: ResponseRequest,
     tier: Tier,
     sampling: SamplingParams,
@@ -24,6 +24,7 @@ def asked_fields(
 
     Args:
         response_id: its id.
+        created: when it was begun, in seconds of time.time().
         body: the call's body.
         tier: the request's tier.
         sampling: its sampling parameters.
@@ -36,7 +37,7 @@ def asked_fields(
     return {
         "id": response_id,
         "object": "response",
-        "created_at": int(time.time()),
+        "created_at": created,
         "background": False,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

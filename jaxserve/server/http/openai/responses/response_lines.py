@@ -16,7 +16,6 @@ from jaxserve.server.http.openai.chat import chat_sampling
 from jaxserve.server.http.openai.request_options import naming_grammar_fields, renaming
 from jaxserve.server.http.openai.responses.chat_request import NAMES, as_chat
 from jaxserve.server.http.openai.responses.input_items import (
-    PREFIXES,
     check_calls,
     kept_items,
     messages_of,
@@ -62,7 +61,7 @@ def response_sampling(
         except InvalidRequest as error:  # as for calls: strict as far as grammars can be
             if not strict or not error.field_name.startswith("tools"):
                 raise
-    fields = asked_fields("", body, Tier.BEST_EFFORT, params, context.model, strict=strict)
+    fields = asked_fields("", 0, body, Tier.BEST_EFFORT, params, context.model, strict=strict)
     return chat, prompt, sampling, {**note, _FIELDS: fields}
 
 
@@ -85,7 +84,10 @@ def response_answer(
     """
     (completion,) = result.completions
     name, count, template = head["id"], itertools.count(), context.template
-    items = OutputItems(lambda: template.tool_format.id_of(digits_of(f"{name}-{next(count)}")))
+    items = OutputItems(
+        lambda: template.tool_format.id_of(digits_of(f"{name}-{next(count)}")),
+        lambda what: digits_of(f"{name}-{what}"),
+    )
     parser = message_parser(template, result.note)
     cut = completion.finish_reason is FinishReason.LENGTH
     status: Any = "incomplete" if cut else "completed"
@@ -93,8 +95,6 @@ def response_answer(
         pass
     for _ in items.finish(status):
         pass
-    for place, item in enumerate(items.items):
-        item["id"] = f"{PREFIXES[item['type']]}_{digits_of(f'{name}-item-{place}').hex()}"
     usage = completion.usage
     return {
         **result.note[_FIELDS],

@@ -19,7 +19,6 @@ from jaxserve.server.http.openai.responses.conversation import (
     read_conversation,
     unknown_response,
 )
-from jaxserve.server.http.openai.responses.input_items import new_id
 from jaxserve.server.http.openai.responses.response_fields import asked_fields
 from jaxserve.server.http.openai.responses.schema import ResponseRequest
 from jaxserve.server.http.openai.responses.store import ResponseStore, StoredResponse
@@ -92,9 +91,9 @@ def add_response_routes(app: FastAPI, context: RouteContext, store: ResponseStor
 async def _created(
     context: RouteContext, store: ResponseStore, body: ResponseRequest, http: Request
 ) -> Response:
-    caller = record_of(http).caller
-    conversation = await read_conversation(context, store, body, caller.name)
-    response_id = new_id("resp")
+    record = record_of(http)
+    conversation = await read_conversation(context, store, body, record.caller.name)
+    response_id = f"resp_{record.drawn('response').hex()}"
     if body.request_id is None:  # the id that logs and traces have
         body.request_id = response_id
     with renaming(NAMES):
@@ -102,7 +101,7 @@ async def _created(
     (request,) = prepared.wanted
     model = request.adapter or context.model
     asked = request.tier, request.sampling, model
-    fields = asked_fields(response_id, body, *asked, strict=strict)
+    fields = asked_fields(response_id, record.created, body, *asked, strict=strict)
     kept = None if body.store is False else store
     answer = ResponseAnswer(context, prepared, conversation, fields, kept, http)
     return answer.stream() if body.stream else await answer.whole()

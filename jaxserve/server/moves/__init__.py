@@ -1,0 +1,1 @@
+"""Answers that may go on at another replica."""

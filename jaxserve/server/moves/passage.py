@@ -1,0 +1,129 @@
+"""One call at one replica, whose answer another may have begun, and yet another may go on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+
+from jaxserve.engine.output import TokenLogprobs
+from jaxserve.sched.request import Generated, Request
+from jaxserve.server.moves.resume_point import KEY_BYTES, Begun, Mark, Passed, ResumePoint
+
+PASSAGE = "jaxserve.passage"
+"""Key of a call's scope state, and attribute of its gRPC context."""
+
+
+class _Delta(Protocol):
+    """As much of an `output_streams.Delta` as is needed here."""
+
+    token_ids: list[int]
+    times: list[float]
+    expected_missed: bool
+    replayed: bool
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """One entry per token, if asked for."""
+
+
+class _Call(Protocol):
+    """As much of a `CallRecord` as is needed here."""
+
+    outcome: Any
+    reason: str
+
+
+class CannotResume(ValueError):
+    """A record is not one from which this replica can resume an answer; the message says why."""
+
+
+class Passage:
+    """One call at one replica.
+
+    Args:
+        record: From `ResumePoint.model_dump_json`, of the version of whoever sent it.
+        fingerprint: The replica's system fingerprint.
+
+    Attributes:
+        point: The record.
+        began: When the call came, in seconds of time.monotonic().
+        begun: Whether this replica's answer can be resumed.
+        silent: Whether what the frontend says is left out, since the client has it.
+        tell: Takes the marks.
+        call: The frontend's record of the call, once there is one.
+
+    Raises:
+        CannotResume: Another replica has to do it.
+    """
+
+    def __init__(self, record: bytes, fingerprint: str) -> None:
+        try:
+            self.point = ResumePoint.model_validate_json(record)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise CannotResume(f"the record of the call: {where}: {first['msg']}") from None
+        asked = self.point.fingerprint
+        if asked not in ("", fingerprint):
+            raise CannotResume(f"the answer was begun by {asked}; this replica is {fingerprint}")
+        self.begun, self.silent = False, bool(self.point.outputs)
+        self.tell: Callable[[Mark], None] = lambda _: None
+        self.call: _Call | None = None
+        # The clock of the host that says when it came may be ahead.
+        self.began = time.monotonic() - max(0.0, time.time() - self.point.arrived)
+        self._fingerprint = fingerprint
+        self._outputs = {one.number: one for one in self.point.outputs}
+
+    def drawn(self, what: str) -> bytes:
+        """See `CallRecord.drawn`."""
+        key = bytes.fromhex(self.point.key)
+        return hashlib.blake2b(what.encode(), digest_size=KEY_BYTES, key=key).digest()
+
+    def begin(self, wanted: Sequence[Request]) -> list[Request]:
+        """The call's requests with what other replicas have generated of them."""
+        if any(each.sampling.prompt_logprobs is not None or each.pooling for each in wanted):
+            return list(wanted)
+        self.begun = True
+        self.tell(Begun(self._fingerprint))
+        if not self.silent:
+            return list(wanted)
+        n, moved = wanted[0].sampling.n, tuple(self.point.moved)
+        made = []
+        for place, request in enumerate(wanted):
+            found = tuple(self._generated(place * n + index) for index in range(n))
+            made.append(dataclasses.replace(request, generated=found, moved=moved))
+        return made
+
+    def _generated(self, number: int) -> Generated:
+        one = self._outputs.get(number)
+        if one is None:
+            return Generated()
+        logprobs = tuple((logprob, tuple(top)) for logprob, top in one.logprobs)
+        now = time.monotonic()  # clocks of hosts differ
+        times = tuple(min(self.began + after, now) for after in one.times)
+        return Generated(tuple(one.tokens), times, logprobs, one.given_up)
+
+    @contextmanager
+    def passing(self, number: int, delta: _Delta) -> Iterator[None]:
+        """Within it, the frontend says what a delta stands for, and nothing else. number: the
+        continuation's."""
+        if not self.begun:
+            yield
+            return
+        self.silent = delta.replayed
+        yield
+        if delta.replayed:
+            return
+        logprobs = tuple((one.logprob, one.top) for one in delta.logprobs)
+        times = tuple(came - self.began for came in delta.times)
+        self.tell(Passed(number, tuple(delta.token_ids), times, logprobs, delta.expected_missed))
+
+    def over(self) -> None:
+        """All continuations have ended: what follows is new."""
+        self.silent = False

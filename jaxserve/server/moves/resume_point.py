@@ -1,0 +1,156 @@
+"""What travels of an answer that may go on at another replica, and what of it has been passed on.
+
+A replica tells, after each part of an answer, which tokens the parts so far stand for (`Passed`).
+Whoever passes the answer on puts these together (`ResumePoint`). Another replica is then sent the
+same call with them: its engine goes on behind these tokens, and what its frontend makes of them is
+left out, since the client has it. Whatever a call draws by chance comes from the point's key, so
+that it is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_VALUES = 1 << 19
+"""Most tokens and log-probabilities of an answer that are kept for it to be resumed: some 10 MB."""
+_MOST_MOVES, _MOST_OUTPUTS = 1000, 1 << 11
+KEY_BYTES = 16
+"""Bytes of `ResumePoint.key`, and of what is drawn with it."""
+_Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Top = tuple[int, float]
+
+
+class Begun(NamedTuple):
+    """The answer can be resumed, by replicas with this system fingerprint. From here on the answer
+    comes in pieces that end with `Passed`."""
+
+    fingerprint: str
+
+
+class Passed(NamedTuple):
+    """The parts since the last one stand for these further tokens of a continuation.
+
+    Attributes:
+        number: Continuation j of prompt i has the number i * n + j.
+        tokens: The tokens.
+        times: When each came, in seconds after the call's arrival.
+        logprobs: As `Generated.logprobs`.
+        given_up: Whether they say that its targets will be missed.
+    """
+
+    number: int
+    tokens: tuple[int, ...]
+    times: tuple[float, ...]
+    logprobs: tuple[tuple[float, tuple[_Top, ...]], ...] = ()
+    given_up: bool = False
+
+
+Mark = Begun | Passed
+
+
+def unmarked(piece: Sequence[Any]) -> list[Any]:
+    """The parts of a piece that are no marks."""
+    return [part for part in piece if not isinstance(part, Mark)]
+
+
+class Progress(BaseModel):
+    """What was passed on of one continuation, as in `Passed`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    number: int = Field(ge=0, lt=_MOST_OUTPUTS)
+    tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(max_length=MOST_VALUES)
+    times: list[_Seconds] = Field(max_length=MOST_VALUES)
+    logprobs: list[tuple[float, list[_Top]]] = Field(max_length=MOST_VALUES)
+    given_up: bool = False
+
+
+class ResumePoint(BaseModel):
+    """Where an answer is to be begun or resumed: what travels beside the call itself.
+
+    Attributes:
+        version: Of this record.
+        key: Hexadecimal; the secret of whatever the call draws by chance.
+        arrived: When the call came, in seconds of time.time(); it may then have waited for a
+            replica.
+        fingerprint: The system fingerprint of the replicas that can resume it.
+        moved: When it moved, in seconds after the call's arrival.
+        why: Why it moved last.
+        messages: Number of ASGI messages with a part of the body that were passed on.
+        outputs: What was passed on; empty for an answer that begins.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
+
+    version: Literal[1] = 1
+    key: str = Field(
+        default_factory=lambda: secrets.token_hex(KEY_BYTES), pattern="^([0-9a-f]{2}){16}$"
+    )
+    arrived: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    fingerprint: Annotated[str, Field(max_length=100)] = ""
+    moved: Annotated[list[_Seconds], Field(max_length=_MOST_MOVES)] = []
+    why: Literal["", "lost", "drained"] = ""
+    messages: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
+    outputs: Annotated[list[Progress], Field(max_length=_MOST_OUTPUTS)] = []
+
+    def anew(self) -> ResumePoint:
+        """Where the same answer begins."""
+        about = {"fingerprint": "", "messages": 0, "outputs": []}
+        return self.model_copy(update=about)
+
+
+class Answered:
+    """Puts together what was passed on of one answer.
+
+    Args:
+        point: Where it begins.
+
+    Attributes:
+        begun: Whether the answer is one that can be resumed. False again if there was too much.
+        point: Where it can be resumed.
+    """
+
+    def __init__(self, point: ResumePoint) -> None:
+        self.begun, self.point = False, point
+        self._outputs: dict[int, Progress] = {}
+        self._values = 0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether any token was passed on."""
+        return any(one.tokens for one in self.point.outputs)
+
+    def take(self, piece: Sequence[Any]) -> list[Any]:
+        """Notes the marks of a piece, and returns the other parts."""
+        parts = unmarked(piece)
+        for part in piece:
+            if isinstance(part, Begun):
+                self.begun, self.point.fingerprint = True, part.fingerprint
+            elif isinstance(part, Passed):
+                self._add(part)
+        bodies = (part for part in parts if isinstance(part, dict) and part.get("body"))
+        self.point.messages += len(list(bodies))
+        return parts
+
+    def _add(self, passed: Passed) -> None:
+        more = len(passed.tokens) + sum(1 + len(top) for _, top in passed.logprobs)
+        self._values += more
+        if self._values > MOST_VALUES:
+            self.begun = False
+            self._outputs.clear()
+            self.point.outputs.clear()
+        if not self.begun:
+            return
+        if passed.number not in self._outputs:
+            made = Progress(number=passed.number, tokens=[], times=[], logprobs=[])
+            self._outputs[passed.number] = made
+            self.point.outputs.append(made)
+        one = self._outputs[passed.number]
+        one.tokens.extend(passed.tokens)
+        one.times.extend(passed.times)
+        one.logprobs.extend((logprob, list(top)) for logprob, top in passed.logprobs)
+        one.given_up |= passed.given_up

@@ -1,0 +1,460 @@
+"""Answers that go on at another replica: nobody who reads them can tell, at any door."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from jaxserve.client import make_request
+from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
+from jaxserve.deploy.replica import EngineReplica
+from jaxserve.deploy.replicas import NOTHING
+from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
+from jaxserve.engine.errors import HostLost
+from jaxserve.server.moves.passage import Passage
+from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint, unmarked
+from jaxserve.server.proto import generation_pb2 as pb
+from tests.deploy.engine import Engine
+from tests.deploy.test_replica import SCOPE, serving
+from tests.server.logging_kept import logging_kept
+
+KEY, ARRIVED = "ab" * 16, 1_700_000_000.25
+HI = [{"role": "user", "content": "Hi"}]
+LENGTH = 8
+CALLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": (
+        "/v1/completions",
+        {"prompt": "Hi", "logprobs": 1, "stream_options": {"include_usage": True}},
+    ),
+    "prompts": ("/v1/completions", {"prompt": ["Hi", "Ho"], "n": 2, "temperature": 1.0}),
+    "chat": ("/v1/chat/completions", {"messages": HI, "logprobs": True, "top_logprobs": 2}),
+    "messages": ("/v1/messages", {"messages": HI, "model": "fake"}),
+    "ollama": ("/api/chat", {"messages": HI, "model": "fake"}),
+    "responses": ("/v1/responses", {"input": "Hi", "store": False}),
+}
+LIMITS = {"responses": "max_output_tokens"}
+VARYING = {
+    *("timings", "moved", "created_at", "completed_at", "total_duration", "slo"),
+    *("prompt_eval_duration", "eval_duration", "system_fingerprint"),
+}
+
+
+class Paced(Engine):
+    """Steps once all that it has said was passed on: every piece has a token."""
+
+    def __init__(self, max_requests: int = 64) -> None:
+        super().__init__(max_requests)
+        self.told = 0
+
+    def run(self) -> Paced:
+        def loop() -> None:
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self.live or self.stopped)
+                    if self.stopped:
+                        return
+                    due = self.told + sum(len(each.produced) for each in self.live.values())
+                self.step()
+                self._wait_for(due)
+
+        self._thread = threading.Thread(target=loop, daemon=True)
+        self._thread.start()
+        return self
+
+    def _wait_for(self, due: int) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.told >= due or not self.live or self.stopped)
+
+    def passed(self) -> None:
+        with self.changed:
+            self.told += 1
+            self.changed.notify_all()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    with logging_kept():
+        yield
+
+
+class Fleet:
+    """Replicas of engines, one of which is lost after each of the numbers of pieces."""
+
+    def __init__(self, replicas: Sequence[EngineReplica], *lost_after: int) -> None:
+        self._replicas, self._lost_after = list(replicas), list(lost_after)
+        self.points: list[ResumePoint] = []
+        self.pieces: list[list[Any]] = []
+
+    def http(self, path: str, body: dict[str, Any]) -> Relay:
+        scope = {**SCOPE, "path": path, "raw_path": path.encode()}
+
+        def send(replica: EngineReplica, resume: bytes) -> Pieces:
+            return replica.http(scope, json.dumps(body).encode(), resume, routing_request=NOTHING)
+
+        return self._relay(send, http_response_kind)
+
+    def grpc(self, message: pb.GenerateRequest) -> Relay:
+        def send(replica: EngineReplica, resume: bytes) -> Pieces:
+            given = ("/jaxserve.v1.Generation/Generate", message.SerializeToString(), (), "ipv4:1")
+            return replica.grpc(*given, resume, routing_request=NOTHING)
+
+        return self._relay(send, grpc_response_kind)
+
+    def _relay(self, send: Callable[[EngineReplica, bytes], Pieces], tells: Any) -> Relay:
+        async def pieces(avoided: tuple[str, ...], point: ResumePoint) -> Pieces:
+            self.points.append(point.model_copy(deep=True))
+            replica = self._replicas.pop(0)
+            left = self._lost_after.pop(0) if self._lost_after else 10**9
+            try:
+                answer = send(replica, point.model_dump_json().encode())
+                async with contextlib.aclosing(answer) as told:
+                    async for piece in told:
+                        if not left:
+                            raise ReplicaLost("it was killed", dead=True)
+                        left -= 1
+                        self.pieces.append(piece)
+                        yield piece
+            except Unserved as error:
+                raise ReplicaLost(error.reason, dead=True, replica=error.replica) from None
+
+        return Relay(pieces, tells, ResumePoint(arrived=ARRIVED, key=KEY))
+
+
+def paced(replica: EngineReplica) -> None:
+    """Tells the replica's engine, if it wants to know, what its frontends have said."""
+    engine, passage_of = replica._engine, replica._passage
+
+    def passage(resume: bytes) -> Passage | None:
+        made = passage_of(resume)
+        if made is not None and isinstance(engine, Paced):
+            passing = made.passing
+
+            @contextlib.contextmanager
+            def told(number: int, delta: Any) -> Iterator[None]:
+                with passing(number, delta):
+                    yield
+                if not delta.replayed:
+                    engine.passed()
+
+            made.passing = told  # type: ignore[method-assign]
+        return made
+
+    replica._passage = passage  # type: ignore[method-assign]
+
+
+def served(
+    call: Callable[[list[EngineReplica]], AsyncGenerator[Any, None]],
+    engines: Sequence[Engine],
+    *flags: str,
+) -> list[Any]:
+    """The parts of what the call yields, with a replica for each engine."""
+
+    async def whole() -> list[Any]:
+        given = ["--config.engine.stall_s=0", *flags]
+        replicas = [
+            EngineReplica(given, 1, lambda _, engine=one: serving(engine), lambda i=i: f"r{i}")
+            for i, one in enumerate(engines)
+        ]
+        for replica in replicas:
+            paced(replica)
+        try:
+            async with asyncio.timeout(60):
+                return [part async for piece in call(replicas) for part in piece]
+        finally:
+            for engine, replica in zip(engines, replicas, strict=True):
+                engine.stop()
+                await replica.stop()
+
+    return asyncio.run(whole())
+
+
+def told(name: str, lost_after: Sequence[int], *, stream: bool = True) -> tuple[Fleet, list[Any]]:
+    """What the client of a call gets whose replicas are lost one after the other."""
+    path, body = CALLS[name]
+    asked = {**body, LIMITS.get(name, "max_tokens"): LENGTH, "stream": stream}
+    if name == "ollama":
+        asked = {**body, "options": {"num_predict": LENGTH}, "stream": stream}
+    return relayed(lost_after, lambda fleet: fleet.http(path, asked))
+
+
+def relayed(lost_after: Sequence[int], ask: Callable[[Fleet], Relay]) -> tuple[Fleet, list[Any]]:
+    """What the client gets, and from whom."""
+    fleets: list[Fleet] = []
+
+    def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        fleets.append(Fleet(replicas, *lost_after))
+        return ask(fleets[0]).pieces()
+
+    parts = served(call, [Paced().run() for _ in range(1 + len(lost_after))])
+    assert not any(isinstance(part, Begun | Passed) for part in parts)
+    return fleets[0], parts
+
+
+def plain(value: Any) -> Any:
+    """Without times, and what else need not be the same."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items() if name not in VARYING}
+    return list(map(plain, value)) if isinstance(value, list) else value
+
+
+def events(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """The objects in the body of a stream, one for each token."""
+    start, *rest = parts
+    assert start["type"] == "http.response.start" and start["status"] == 200
+    assert not any(part["type"] == "http.response.start" for part in rest)
+    lines = b"".join(part.get("body", b"") for part in rest).decode().splitlines()
+    data = [line.removeprefix("data: ") for line in lines if line.startswith(("data: {", "{"))]
+    return list(map(json.loads, data))
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Callable[[str], list[dict[str, Any]]]:
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def found(name: str) -> list[dict[str, Any]]:
+        if name not in known:
+            with logging_kept():
+                known[name] = events(told(name, ())[1])
+        return known[name]
+
+    return found
+
+
+def joined(said: list[dict[str, Any]]) -> list[Any]:
+    """The same for all ways to cut a text into events: tokens may come together. Texts and
+    log-probabilities in a row are put together, by continuation."""
+    texts: dict[Any, list[Any]] = {}
+    others: list[Any] = []
+    for each in map(plain, said):
+        for choice in each.get("choices", ()):
+            more = texts.setdefault(choice["index"], ["", []])
+            more[0] += choice.pop("text", "") or choice.get("delta", {}).pop("content", "") or ""
+            logprobs = choice.pop("logprobs", None) or {}
+            more[1] += logprobs.get("content") or logprobs.get("text_offset") or []
+        delta, number = each.get("delta"), each.pop("sequence_number", None)
+        if number is not None:
+            numbers = texts.setdefault("numbers", ["", []])
+            assert number == len(numbers[1])
+            numbers[1].append(number)
+        if isinstance(delta, str):
+            texts.setdefault(each["item_id"], ["", []])[0] += each.pop("delta")
+        elif isinstance(delta, dict) and "text" in delta:
+            texts.setdefault(each["index"], ["", []])[0] += delta.pop("text")
+        elif "message" in each and "content" in each["message"] and not each.get("done"):
+            texts.setdefault("", ["", []])[0] += str(each["message"].pop("content"))
+        if each not in others:
+            others.append(each)
+    texts.pop("numbers", None)
+    return [texts, sorted(map(json.dumps, others))]
+
+
+@pytest.mark.promise(48)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_stream_goes_on_where_it_was(
+    undisturbed: Callable[[str], list[dict[str, Any]]], name: str
+) -> None:
+    whole = joined(undisturbed(name))
+    for lost_after in ((0,), (1,), (2,), (5,), (3, 2), (1, 0, 1)):
+        fleet, parts = told(name, lost_after)
+        assert joined(events(parts)) == whole, lost_after
+        assert len(fleet.points) == 1 + len(lost_after)
+        tokens = [sum(len(one.tokens) for one in point.outputs) for point in fleet.points]
+        assert tokens == sorted(tokens) and (not lost_after[0] or tokens[-1] > 0)
+        if tokens[-1]:
+            assert [each["moved"] for each in moved_fields(events(parts))]
+
+
+def moved_fields(said: Any) -> Iterator[dict[str, Any]]:
+    """Objects that say how often it moved."""
+    if isinstance(said, dict):
+        if "moved" in said:
+            yield said
+        said = list(said.values())
+    for each in said if isinstance(said, list) else ():
+        yield from moved_fields(each)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_so_does_an_answer_that_comes_whole(name: str) -> None:
+    """Its tokens are told as they come, and its header says that it has moved."""
+    path, body = CALLS[name]
+    length = {LIMITS.get(name, "max_tokens"): 100}
+    asked = {**body, **(length if name != "ollama" else {"options": {"num_predict": 100}})}
+    asked = {name: each for name, each in asked.items() if name != "stream_options"}
+    whole, answers, moved = {**asked, "stream": False}, [], []
+    for lost_after in ((), (1,)):
+        fleet, (start, *rest) = relayed(lost_after, lambda fleet: fleet.http(path, whole))
+        assert start["status"] == 200
+        answers.append(plain(json.loads(b"".join(part.get("body", b"") for part in rest))))
+        moved.append(dict(start["headers"]).get(b"x-jaxserve-moved"))
+        resumed = [one.tokens for point in fleet.points[1:] for one in point.outputs]
+        assert all(resumed) and len(resumed) >= len(lost_after)
+    assert answers[0] == answers[1] and moved == [None, b"1"]
+
+
+@pytest.mark.promise(48)
+def test_an_rpc_goes_on_where_it_was() -> None:
+    message = make_request("Hi", max_tokens=LENGTH, n=2, temperature=1.0, logprobs=2)
+    found = []
+    for lost_after in ((), (0,), (1,), (4,), (2, 3)):
+        _, (*raw, status) = relayed(lost_after, lambda fleet: fleet.grpc(message))
+        moves = dict(status.trailing).get("x-jaxserve-moved")
+        assert moves == (str(len(lost_after)) if any(lost_after) else None)
+        answers = list(map(pb.GenerateResponse.FromString, raw))
+        texts: dict[int, list[Any]] = {0: ["", [], [], []], 1: ["", [], [], []]}
+        for each in answers:
+            texts[each.index][0] += each.text
+            texts[each.index][1] += each.token_ids
+            texts[each.index][2] += [one.logprob for one in each.logprobs]
+            if each.HasField("finish"):
+                texts[each.index][3].append(each.finish.usage.output_tokens)
+        found.append([{each.request_id for each in answers}, texts])
+    assert all(one == found[0] for one in found) and found[0][1][1][3] == [LENGTH]
+
+
+def test_draws_are_the_same_wherever_it_goes_on() -> None:
+    """The seed, the ids of requests, and those of whatever else is random."""
+    path, body = CALLS["prompts"]
+    engines = [Paced().run() for _ in range(3)]
+
+    def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        asked = {**body, "max_tokens": LENGTH, "stream": True}
+        return Fleet(replicas, 1, 1).http(path, asked).pieces()
+
+    served(call, engines)
+    asked = [[(one.id, one.sampling.seed) for one in engine.requests] for engine in engines]
+    assert asked[0] == asked[1] == asked[2] and None not in [seed for _, seed in asked[0]]
+    assert len(set(asked[0])) == 2, "each prompt has its own"
+    assert all(one.generated and one.moved for one in engines[2].requests)
+
+
+def test_an_engine_that_fails_hands_its_answers_on() -> None:
+    first, second = Engine(), Paced().run()
+
+    async def failing() -> None:
+        await asyncio.to_thread(first.wait, lambda: first.live)
+        first.step(3)
+        await asyncio.to_thread(first.wait, lambda: passed.is_set())
+        first.fail(RuntimeError("no memory"))
+
+    passed = asyncio.Event()
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        failed = asyncio.create_task(failing())
+        body = {"prompt": "Hi", "max_tokens": LENGTH, "stream": True}
+        async for piece in Fleet(replicas).http("/v1/completions", body).pieces():
+            yield piece
+            passed.set()
+            with first.changed:
+                first.changed.notify_all()
+        await failed
+
+    said = events(served(call, [first, second]))
+    texts = "".join(choice["text"] for each in said for choice in each["choices"])
+    assert texts == "".join(f" w{k}" for k in range(LENGTH)) and "error" not in json.dumps(said)
+    (request,) = second.requests
+    assert [one.tokens for one in request.generated] == [(100, 101, 102)]
+
+
+def resumed(engine: Engine, point: ResumePoint, **body: Any) -> list[Any] | str:
+    """The parts that a replica says, or why it does not."""
+
+    def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        asked = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True, **body}).encode()
+        resume = point.model_dump_json().encode()
+        return replicas[0].http(scope, asked, resume, routing_request=NOTHING)
+
+    try:
+        return served(call, [engine])
+    except Unserved as error:
+        return error.reason
+
+
+def point(**fields: Any) -> ResumePoint:
+    outputs = [{"number": 0, "tokens": [100, 101], "times": [0.1, 0.2], "logprobs": []}]
+    about = {"arrived": ARRIVED, "fingerprint": "fp_0123456789abcdef", "moved": [0.3]}
+    return ResumePoint.model_validate({**about, "outputs": outputs, "why": "lost", **fields})
+
+
+def test_whoever_cannot_resume_says_why_and_says_nothing_else() -> None:
+    assert "fp_0123456789abcdef" in str(resumed(Engine(), point(fingerprint="fp_of_another")))
+    for body, problem in (
+        ({"max_tokens": 1}, "generated: has 2 tokens; max_tokens is 1"),
+        ({"logprobs": 1}, "generated: has not a time, or no logprob"),
+        ({"nonsense": 1}, "nonsense"),
+    ):
+        engine = Engine()
+        assert problem in str(resumed(engine, point(), **body)) and not engine.requests
+    full, closed = Engine(max_requests=0), Engine()
+    assert "0 requests are queued" in str(resumed(full, point()))
+    closed.failure = HostLost("host 1 is gone")
+    assert "host 1 is gone" in str(resumed(closed, point()))
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (b"\xff", "Invalid JSON"),
+        (b'{"arrived": 1, "version": 2}', "version: Input should be 1"),
+        (b'{"arrived": 1, "more": 1}', "more: Extra inputs"),
+        (b'{"arrived": 1e999}', "arrived: Input should be a finite number"),
+        (b'{"arrived": 1, "key": "0"}', "key: String should match"),
+        (b'{"arrived": 1, "outputs": [{"number": -1, "tokens": [], "times": []}]}', "number"),
+        (b'{"arrived": 1, "outputs": %s}' % (b"[" * 10_000), "Invalid JSON"),
+        (b'{"arrived": 1, "messages": %s}' % (b"9" * 400), "messages"),
+    ],
+)
+def test_a_record_is_checked(record: bytes, problem: str) -> None:
+    def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        return replicas[0].http(SCOPE, b"{}", record, routing_request=NOTHING)
+
+    with pytest.raises(Unserved, match=problem):
+        served(call, [Engine()])
+
+
+@pytest.mark.parametrize("name", ["resume", "generated", "outputs", "jaxserve.passage"])
+def test_a_client_cannot_say_what_was_generated(name: str) -> None:
+    """Neither in the body, which has no such field, nor by a header, which nobody reads."""
+    engine, record = Engine().run(), point().model_dump_json()
+    headers = [*SCOPE["headers"], (name.encode(), record.encode())]
+    scope = {**SCOPE, "path": "/v1/completions", "headers": headers}
+    asked = {"prompt": "Hi", "max_tokens": 1}
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        for body in ({**asked, name: json.loads(record)}, asked):
+            said = json.dumps(body).encode()
+            async for piece in replicas[0].http(scope, said, routing_request=NOTHING):
+                yield piece
+
+    refused, _, answered, *_ = served(call, [engine])
+    assert (refused["status"], answered["status"]) == (400, 200)
+    assert [(one.generated, one.moved) for one in engine.requests] == [((), ())]
+
+
+def test_moves_are_counted() -> None:
+    engine = Paced().run()
+    counted: list[float] = []
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
+        resume = point().model_dump_json().encode()
+        async for piece in replicas[0].http(scope, body, resume, routing_request=NOTHING):
+            yield piece
+        _, metrics = await replicas[0].metrics()
+        counted.extend(
+            sample.value
+            for metric in metrics
+            for sample in metric.samples
+            if sample.name == "jaxserve:moved_calls_total" and sample.labels["why"] == "lost"
+        )
+
+    said = b"".join(part["body"] for part in unmarked(served(call, [engine])))
+    assert counted == [1.0] and b'"text":" w2"' in said and b" w1" not in said
