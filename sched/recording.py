@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +204,8 @@ class Header:
         drafters: Names of its drafters.
         groups: Its groups of layers with a window; None if blocks behind windows were kept.
         states: Its groups of layers with a state; None for none.
+        transport: Seconds that requests and tokens take between clients and the scheduler, both
+            ways; times in the recording are the scheduler's.
     """
 
     began: str
@@ -230,6 +233,7 @@ class Header:
     drafters: tuple[str, ...] = ()
     groups: WindowGroups | None = None
     states: StateGroups | None = None
+    transport: float = 0.0
 
     @property
     def limits(self) -> Limits:
@@ -323,6 +327,8 @@ def _header(path: Path, text: str) -> tuple[Header, float]:
         for name in ("num_blocks", "block_size", "max_model_len"):
             if not getattr(header, name) > 0:
                 raise ValueError(f"{name} must be positive")
+        if not 0 <= header.transport < math.inf:
+            raise ValueError("transport must be 0 or more seconds")
         _ = header.limits  # ValueError if they are invalid
         return header, start
     except RecordingError:

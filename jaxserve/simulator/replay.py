@@ -228,6 +228,7 @@ def system_of(recording: Recording, name: str = "recorded") -> System:
         rho=header.rho,
         projects=header.hidden_read == "projected",
         scatter=fit_scatter(steps, model, host),
+        transport=header.transport,
     )
 
 
@@ -320,7 +321,7 @@ def served(recording: Recording) -> SimulationResult:
     workload = _workload(recording, there, count)
     origin = min(_begin(recording, one) for one in there)
     order = np.argsort(mine, kind="stable")
-    times = recording.columns["end"][at[order]] - origin
+    times = recording.columns["end"][at[order]] - origin + recording.header.transport
     ends = [recording.ends.get(number) for number in numbers.tolist()]
     preemptions = _counts(ends, "preemptions")
     drafts = None

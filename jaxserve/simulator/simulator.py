@@ -149,6 +149,8 @@ def simulate(
     _check_retention(engine)
     run = _resolved(run, policy, setting, traffic)
     served, found = _run(policy, policies, workload, setting, traffic, run)
+    if isinstance(system, System) and system.transport:
+        served = replace(served, token_times=served.token_times + system.transport)
     result = _result(setting, served, found, traffic.until)
     return replace(result, num_dropped=count - len(workload))
 

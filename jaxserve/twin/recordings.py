@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,11 +75,14 @@ class TwinError:
     Attributes:
         name: The measure, of MEASURES.
         mean, p99: What was seen, and what was simulated, in seconds.
+        apart: The mean difference between what was seen and what was simulated of the same request,
+            or of the same two tokens, whatever its sign, as a share of the mean.
     """
 
     name: str
     mean: tuple[float, float]
     p99: tuple[float, float]
+    apart: float = 0.0
 
     @property
     def mean_off(self) -> float:
@@ -129,44 +133,114 @@ def make_twin(requests: Sequence[SeenRequest], facts: ServerFacts) -> Twin:
     if len(served) < 2:
         raise RecordingError(f"at least 2 requests with tokens are needed, got {len(served)}")
     fitted = max(int(FITTED * len(served)), 1)
-    best: tuple[float, Header, Recording, tuple[Event, ...]] | None = None
-    problem = ""
-    for chunk, overlap, steps in _stepwise(served, facts):
-        events = tuple(_events(served, steps, overlap=overlap))
-        for rows, kv_tokens in _room(served, facts):
-            header = _header(facts, chunk, rows, kv_tokens, overlap=overlap)
-            recording = replay.of_events(header, events)
-            try:
-                errors = _errors(recording, served, 0, fitted)
-            except (RecordingError, SimulationError) as error:
-                problem = str(error)
-                continue
-            off = float(np.mean([abs(one.mean_off) for one in errors]))
-            if best is None or off < best[0] - LESS:
-                best = off, header, recording, events
-    if best is None:
+    best = _closer(_with_transport(served, facts, fitted, overlap) for overlap in (False, True))
+    recording = best.recording
+    errors = _errors(recording, fitted, len(served)) if fitted < len(served) else []
+    return Twin(best.header, best.events, tuple(errors), tuple(_guessed(best.header, facts)))
+
+
+def _with_transport(
+    requests: Sequence[SeenRequest], facts: ServerFacts, fitted: int, overlap: bool
+) -> _Tried:
+    """The twin that comes closest, with as much time between clients and steps as first tokens come
+    too early without, or twice that: without, it counts as time of steps in part."""
+    plain = _closest(requests, facts, fitted, overlap)
+    header, first = plain.header, plain.errors[0]
+    known = dataclasses.replace(
+        facts,
+        max_batch_tokens=header.max_batch_tokens,
+        max_rows=header.max_rows,
+        kv_tokens=header.num_blocks // 2 * BLOCK_SIZE,
+    )
+    early = first.mean[0] - first.mean[1]
+    shortest = min(float(one.times[0]) - one.arrival for one in requests)
+    between = (share * early for share in (1.0, 1.5, 2.0))
+    later = (
+        _closest(requests, known, fitted, overlap, transport)
+        for transport in between
+        if 0.0 < transport < shortest
+    )
+    return _closer([plain, *later])
+
+
+class _Tried(NamedTuple):
+    """A possible twin.
+
+    Attributes:
+        errors: Of the requests that it is fitted to.
+    """
+
+    header: Header
+    events: tuple[Event, ...]
+    recording: Recording
+    errors: list[TwinError]
+
+    @property
+    def off(self) -> float:
+        """How far it is off. Means alone would not tell a step that begins later from a longer
+        way."""
+        return float(np.mean([one.apart for one in self.errors]))
+
+
+def _closer(tried: Iterable[_Tried]) -> _Tried:
+    """The first to which no later one is closer by more than LESS."""
+    best, *others = tried
+    for one in others:
+        if one.off < best.off - LESS:
+            best = one
+    return best
+
+
+def _closest(
+    requests: Sequence[SeenRequest],
+    facts: ServerFacts,
+    fitted: int,
+    overlap: bool,
+    transport: float = 0.0,
+) -> _Tried:
+    """The twin that comes closest to the first `fitted` requests.
+
+    Args:
+        requests: See `make_twin`.
+        facts: What is known.
+        fitted: Number of requests.
+        overlap: Whether steps are planned ahead.
+        transport: Seconds between clients and steps.
+
+    Raises:
+        RecordingError: There is none.
+    """
+    there = [dataclasses.replace(one, times=one.times - transport) for one in requests]
+    chunk, steps = _stepwise(there, facts, overlap=overlap)
+    events = tuple(_events(there, steps, overlap=overlap))
+    found, problem = list[_Tried](), ""
+    for rows, kv_tokens in _room(there, facts):
+        header = _header(facts, chunk, rows, kv_tokens, overlap=overlap)
+        header = dataclasses.replace(header, transport=transport)
+        recording = replay.of_events(header, events)
+        try:
+            found.append(_Tried(header, events, recording, _errors(recording, 0, fitted)))
+        except (RecordingError, SimulationError) as error:
+            problem = str(error)
+    if not found:
         raise RecordingError(f"no twin can be made of this: {problem}")
-    _, header, recording, events = best
-    errors = _errors(recording, served, fitted, len(served)) if fitted < len(served) else []
-    return Twin(header, events, tuple(errors), tuple(_guessed(header, facts)))
+    return _closer(found)
 
 
 def _stepwise(
-    requests: Sequence[SeenRequest], facts: ServerFacts
-) -> Iterator[tuple[int, bool, list[SeenStep]]]:
-    """Tokens of a step, whether it is planned ahead, and the steps: for both, the size whose steps
-    a cost model explains best."""
-    for overlap in (False, True):
-        tried = list[tuple[float, int, list[SeenStep]]]()
-        for chunk in [facts.max_batch_tokens] if facts.max_batch_tokens else CHUNKS:
-            steps = seen_steps(requests, chunk, overlap=overlap)
-            header = _header(facts, chunk, ROWS, BLOCK_SIZE, overlap=overlap)
-            events = tuple(_events(requests, steps, overlap=overlap))
-            recording = replay.of_events(header, events)
-            off = float(replay.system_of(recording).about["mean_error"])
-            tried.append((off, chunk, steps))
-        _, chunk, steps = min(tried, key=lambda one: one[:2])
-        yield chunk, overlap, steps
+    requests: Sequence[SeenRequest], facts: ServerFacts, *, overlap: bool
+) -> tuple[int, list[SeenStep]]:
+    """The tokens of a step, and the steps: the size whose steps a cost model explains best."""
+    tried = list[tuple[float, int, list[SeenStep]]]()
+    for chunk in [facts.max_batch_tokens] if facts.max_batch_tokens else CHUNKS:
+        steps = seen_steps(requests, chunk, overlap=overlap)
+        header = _header(facts, chunk, ROWS, BLOCK_SIZE, overlap=overlap)
+        events = tuple(_events(requests, steps, overlap=overlap))
+        recording = replay.of_events(header, events)
+        off = float(replay.system_of(recording).about["mean_error"])
+        tried.append((off, chunk, steps))
+    _, chunk, steps = min(tried, key=lambda one: one[:2])
+    return chunk, steps
 
 
 def _room(requests: Sequence[SeenRequest], facts: ServerFacts) -> Iterator[tuple[int, int]]:
@@ -225,6 +299,8 @@ def _header(facts: ServerFacts, chunk: int, rows: int, kv_tokens: int, *, overla
 
 def _guessed(header: Header, facts: ServerFacts) -> Iterator[str]:
     """What the choice fell on where the server's own number is not known."""
+    if header.transport:
+        yield f"{1e3 * header.transport:.1f} ms between clients and steps"
     if not facts.max_batch_tokens:
         yield f"{header.max_batch_tokens} tokens a step"
     yield f"steps planned {'ahead' if header.overlap else 'one after the other'}"
@@ -288,12 +364,11 @@ def _step(step: SeenStep, live: int, new: int, *, after_idle: bool) -> Step:
     )
 
 
-def _errors(
-    recording: Recording, requests: Sequence[SeenRequest], first: int, behind: int
-) -> list[TwinError]:
+def _errors(recording: Recording, first: int, behind: int) -> list[TwinError]:
     """How far a system that is fitted to the first FITTED of the requests is off, of requests
     `first` to `behind` - 1."""
-    until = requests[min(int(FITTED * len(requests)), len(requests) - 1)].arrival
+    requests = [*recording.arrivals.values()]
+    until = requests[min(int(FITTED * len(requests)), len(requests) - 1)].time
     early = recording.columns["end"] <= until
     part = dataclasses.replace(recording, steps=recording.steps.select(early))
     simulated = replay.again(recording, replay.system_of(part)).requests
@@ -307,6 +382,7 @@ def _errors(
             name,
             (float(seen.mean()), float(made.mean())),
             (float(np.quantile(seen, 0.99)), float(np.quantile(made, 0.99))),
+            float(np.abs(made - seen).mean() / seen.mean()),
         )
         for name, (seen, made) in zip(MEASURES, pairs, strict=True)
         if len(made) and seen.any()

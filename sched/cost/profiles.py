@@ -49,6 +49,7 @@ class System:
         scatter: How measured steps deviate from the cost model; None for not at all.
         state_groups: Groups of layers with a state (`StateGroups`); 0 for none.
         state_slots: Slots, each in one plane and layer, of a state in each of them.
+        transport: Seconds by which clients get all tokens of a request later.
 
     Raises:
         ValueError: A field is out of range, or the cost model's time of a step of one token is
@@ -71,6 +72,7 @@ class System:
     scatter: Scatter | None = None
     state_groups: int = 0
     state_slots: int = 0
+    transport: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "max_batch_tokens"):
@@ -80,6 +82,8 @@ class System:
                 _whole(name, getattr(self, name))
         if not (self.rho is None or is_number(self.rho)):
             raise ValueError(f"rho must be a number, got {self.rho!r:.40}")
+        if not (is_number(self.transport) and self.transport >= 0):
+            raise ValueError(f"transport must be 0 or more seconds, got {self.transport!r:.40}")
         for step in (BatchFeatures(1, 1, 1, 1, 0, 0, 0), BatchFeatures(1, 1, 0, 0, 1, 1, 0)):
             seconds = float(self.cost_model.batch_time(step))
             if not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
@@ -112,6 +116,8 @@ class System:
             del content["rho"], content["projects"]
         if not self.state_groups:
             del content["state_groups"], content["state_slots"]
+        if not self.transport:
+            del content["transport"]
         if not model.num_experts:
             del content["num_experts"], content["experts_per_token"]
             del content["seconds_per_layer"]["per_expert"]
@@ -141,6 +147,7 @@ class _Profile:
     experts_per_token: int = 0
     state_groups: int = 0
     state_slots: int = 0
+    transport: float = 0.0
 
 
 _SAME = {field.name for field in fields(_Profile)} & {field.name for field in fields(System)}

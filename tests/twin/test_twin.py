@@ -88,6 +88,28 @@ def test_a_twin_is_like_the_server_on_what_it_has_not_seen(
     assert again.latency == pytest.approx(result.requests.latency)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_way_to_the_server_and_back(overlap: bool, tmp_path: Path) -> None:
+    way = 0.014
+    result = served(256, overlap=overlap, count=100)
+    requests = [dataclasses.replace(one, times=one.times + way) for one in seen(result)]
+    known = dataclasses.replace(FACTS, max_batch_tokens=CHUNK, max_rows=256, kv_tokens=100_000)
+    twin = make_twin(requests, known)
+    assert twin.header.overlap == overlap
+    assert twin.header.transport == pytest.approx(way, abs=0.004)
+    assert abs(twin.errors[0].mean_off) < 0.1
+    assert any("ms between clients and steps" in line for line in twin.guessed)
+    path = tmp_path / "seen.jsonl"
+    twin.write(path)
+    recording = replay.read(path)
+    assert replay.served(recording).requests.ttft == pytest.approx(result.requests.ttft + way)
+    system = replay.system_of(recording)
+    without = replay.again(recording, dataclasses.replace(system, transport=0.0)).requests
+    made = replay.again(recording, system).requests
+    assert made.ttft == pytest.approx(without.ttft + twin.header.transport)
+    assert made.tbt[0] == pytest.approx(without.tbt[0])
+
+
 def test_a_server_that_plans_one_step_after_the_other() -> None:
     """Its device is idle before each step: what the first step of a pause takes longer is no part
     of the others."""
