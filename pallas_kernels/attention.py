@@ -19,8 +19,10 @@ from jaxserve.pallas_kernels.pool import (
     Pool,
     SamePool,
     ScaledPool,
-    quantize_vectors,
-    saturating_cast,
+    as_stored,
+    halves_wide,
+    key_width,
+    store_halves,
 )
 from jaxserve.pallas_kernels.sharding import (
     BY_HEAD,
@@ -42,6 +44,7 @@ def write(
     batch: AttentionBatch,
     *,
     x: jax.Array | None = None,
+    halves: int = 0,
     plan: Any = None,
     backend: str = "xla",
     mesh: Mesh | None = None,
@@ -50,14 +53,16 @@ def write(
 
     Rows fill their blocks from either end (BROS section 5.1). A hidden row has one vector per token
     (Apt-Serve section 4.2). Works in place if the pool is donated, or is a loop's carry. Values are
-    converted to the pool's dtype, as `fit` and `quantize_vectors` do; padding tokens are dropped.
+    converted to the pool's dtype, as `as_stored` and `store_halves` do; padding tokens are dropped.
 
     Args:
         pool: [layers, blocks, kv_heads, block_size, head_dim].
         layer: Index into the whole pool; may be traced.
-        k, v: [T, kv_heads, head_dim], written for KV rows.
+        k, v: [T, kv_heads, head_dim], written for KV rows; with `halves` of such a head_dim that
+            the pool's is its `pool.cached_width`.
         x: [T, kv_heads, head_dim], written for hidden rows: each hidden vector cut into kv_heads
             parts, in order. None if the batch has no hidden row.
+        halves: As in `paged_attention`.
         batch: The step's rows and tokens.
         plan: From `plan_write`; None to make it here.
         backend: As for `get_backend`.
@@ -70,14 +75,15 @@ def write(
         ValueError: A wrong shape, dtype or option.
     """
     checks.check_step(pool, layer, batch)
-    want = (batch.max_tokens, pool.shape[2], pool.shape[4])
+    width = key_width(pool.shape[4], pool.dtype, halves) // 2 if halves else pool.shape[4]
+    want = (batch.max_tokens, pool.shape[2], width)
     vectors = {"k": k, "v": v} if x is None else {"k": k, "v": v, "x": x}
     for name, value in vectors.items():
         checks.check_tokens(name, value, want, "tokens, kv_heads, head_dim")
     if plan is None:
         plan = plan_write(pool, batch, hidden=x is not None, backend=backend)
     takes = (POOL, WHOLE, BY_HEAD, BY_HEAD, None if x is None else BY_HEAD, WHOLE, WHOLE)
-    put = partial(_write, get_backend(backend))
+    put = partial(_write, get_backend(backend), halves)
     run = over_heads(put, mesh, takes, POOL, k=want[1])
     written: SamePool = run(pool, jnp.asarray(layer, jnp.int32), k, v, x, batch, plan)
     return written
@@ -85,6 +91,7 @@ def write(
 
 def _write(
     by: Backend,
+    halves: int,
     pool: Pool,
     layer: jax.Array,
     k: jax.Array,
@@ -94,14 +101,15 @@ def _write(
     plan: Any,
 ) -> Pool:
     """One shard's `write`."""
-    vectors = (k, v, x)
+    dtype, nothing = pool.dtype, (None, None)
+    of_x = nothing if x is None else as_stored(x, dtype)
+    if halves_wide(dtype, halves):
+        stored = (*store_halves(k, v, dtype, halves), of_x)
+    else:
+        stored = (as_stored(k, dtype), as_stored(v, dtype), of_x)
+    values, scales = zip(*stored, strict=True)
     if not isinstance(pool, ScaledPool):
-        fitting = (
-            None if array is None else saturating_cast(array, pool.dtype) for array in vectors
-        )
-        return _planned(by.write, pool, layer, *fitting, batch, plan)
-    rounded = [(None, None) if array is None else quantize_vectors(array) for array in vectors]
-    values, scales = zip(*rounded, strict=True)
+        return _planned(by.write, pool, layer, *values, batch, plan)
     return ScaledPool(
         _planned(by.write, pool.values, layer, *values, batch, plan),
         by.scales.write(pool.scales, layer, *scales, batch, plan),
@@ -250,7 +258,7 @@ def paged_attention(
     reads kv head h // (num_heads // kv_heads). Sums are in float32.
 
     Args:
-        q: [T, num_heads, head_dim], or [T, num_heads, 2 * head_dim] with `halves`.
+        q: [T, num_heads, head_dim], or [T, num_heads, pool.key_width] with `halves`.
         pool: [layers, blocks, kv_heads, block_size, head_dim].
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
@@ -261,9 +269,9 @@ def paged_attention(
             sinks of Xiao et al. 2023, section 3.3); None for none.
         both_ways: Tokens see all of the context, or a window on both sides; else attention is
             causal. Only if `Backend.both_ways`.
-        halves: A token's key is its K and V side by side, and its value are the first so many
-            elements of each (absorbed latent attention, DeepSeek-V2, section 2.1.2). Only if
-            `Backend.halves`. 0: K is the key, and V the value.
+        halves: A token's value are the first so many elements of its K, and of its V; its key are
+            these and the rest of both (absorbed latent attention, DeepSeek-V2, section 2.1.2). Only
+            if `Backend.halves`. 0: K is the key, and V the value.
         decode_only: T == R, and token i is row i's only token.
         plan: From `plan_attention`; None to make it here.
         backend: As for `get_backend`.
@@ -278,7 +286,8 @@ def paged_attention(
     """
     checks.check_step(pool, layer, batch)
     checks.check_options(sliding_window, soft_cap)
-    checks.check_queries(q, batch, (2 if halves else 1) * pool.shape[4])
+    width = key_width(pool.shape[4], pool.dtype, halves) if halves else pool.shape[4]
+    checks.check_queries(q, batch, width)
     checks.check_decode_only(batch, decode_only)
     if q.shape[1] % pool.shape[2]:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of the pool's {pool.shape[2]}")
@@ -286,8 +295,8 @@ def paged_attention(
         raise ValueError(f"sinks: want [num_heads] = {q.shape[1:2]}, got {sinks.shape}")
     if not 0 <= halves <= pool.shape[4]:
         raise ValueError(f"halves: must be at most head_dim = {pool.shape[4]}, got {halves}")
-    if halves and (not get_backend(backend).halves or isinstance(pool, ScaledPool)):
-        raise ValueError(f"halves: {backend} has no such attention over a pool of {pool.dtype}")
+    if halves and not get_backend(backend).halves:
+        raise ValueError(f"halves: {backend} has no such attention")
     if plan is None:
         masks: dict[str, Any] = {"sliding_window": sliding_window, "decode_only": decode_only}
         masks["halves"] = halves

@@ -27,8 +27,8 @@ class Scoring:
         sliding_window: Positions that a token sees, its own included; None for all.
         soft_cap: Bound of tanh capping; None for no cap.
         both_ways: Whether tokens also see later tokens of the step's context.
-        halves: Leading elements of K, and of V, that are a token's value; K and V side by side are
-            its key. 0: K is the key, and V the value.
+        halves: Leading elements of K, and of V, that are a token's value; these and the rest of
+            both are its key. 0: K is the key, and V the value.
     """
 
     scale: float
@@ -45,7 +45,7 @@ class KernelShape:
     Attributes:
         num_heads: Query heads of one shard.
         kv_heads: KV heads of one shard.
-        head_dim: Elements of a head.
+        head_dim: Elements of a head in the pool.
         block_size: Tokens of a block.
         dtype: Dtype of the pool.
         sinks: Whether heads have sinks, see `attention.paged_attention`.
@@ -158,8 +158,8 @@ class Backend:
             they only depend on the kind of device.
         xla_options: Names and values of XLA's options for steps with its kernels.
         both_ways: `attend` takes such scoring.
-        halves: `attend` takes such scoring, with one KV head a shard and a pool without scales.
-            Its result is then [T, H, 2 * halves].
+        halves: `attend` takes such scoring, with one KV head a shard. Its result is then [T, H, 2 *
+            halves].
         recur: (values, layer, inputs, rows) -> (values, out) as `recurrence.recur`, for the values
             of one shard's pool. None: XLA's operations are used.
         decode_group: Rows that decodes read together, sorted by length: each costs as much as the

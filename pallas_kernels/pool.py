@@ -8,6 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.layout import Format, Layout
 from jax.typing import DTypeLike
 
@@ -88,7 +89,8 @@ def quantize_vectors(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         int8 [..., D] and the scales, float32 [...].
     """
     wide = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+    # Not a division, which XLA makes a product of, but not for a single vector outside of jit.
+    scale = jnp.max(jnp.abs(wide), axis=-1) * (1 / 127)
     inverse = jnp.where(scale > 0, 1 / scale, 0)
     q = jnp.clip(jnp.round(wide * inverse[..., None]), -127, 127)
     return q.astype(jnp.int8), jnp.where(jnp.isfinite(scale), scale, jnp.nan)
@@ -116,6 +118,82 @@ def widen(values: jax.Array, scales: jax.Array | None, dtype: DTypeLike) -> jax.
     return (values.astype(jnp.float32) * scales[..., None]).astype(dtype)
 
 
+def as_stored(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array | None]:
+    """Vectors as a pool of this dtype holds them, and their scales; None if it has none."""
+    if jnp.dtype(dtype) == jnp.int8:
+        return quantize_vectors(x)
+    return saturating_cast(x, dtype), None
+
+
+def halves_wide(dtype: DTypeLike, halves: int) -> bool:
+    """Whether a pool of this dtype has `halves` (see `backends.Scoring`) of fewer bits than the
+    rest of a vector: of 8, and the rest of 16."""
+    return bool(halves) and jnp.dtype(dtype).itemsize == 1
+
+
+def cached_width(head_dim: int, dtype: DTypeLike, halves: int) -> int:
+    """Elements that a pool of this dtype has for a vector of head_dim, see `store_halves`."""
+    return head_dim + (head_dim - halves if halves_wide(dtype, halves) else 0)
+
+
+def key_width(width: int, dtype: DTypeLike, halves: int) -> int:
+    """Elements of the keys whose halves a pool has `width` elements for."""
+    return halves + width if halves_wide(dtype, halves) else 2 * width
+
+
+def store_halves(
+    k: jax.Array, v: jax.Array, dtype: DTypeLike, halves: int
+) -> tuple[tuple[jax.Array, jax.Array | None], tuple[jax.Array, jax.Array | None]]:
+    """Halves of keys as a pool of 8 bits holds them: what are values in 8 bits, each half with its
+    own scale, and the rest of both in bfloat16, the upper bytes in K and the lower ones in V. So
+    both halves of a number are in the same column, and no byte of it is a number by itself.
+
+    Args:
+        k, v: [..., D].
+        dtype: The pool's.
+        halves: See `backends.Scoring`.
+
+    Returns:
+        K and V, each as `as_stored`, [..., cached_width] in the pool's dtype.
+    """
+    rest = jnp.concatenate([k[..., halves:], v[..., halves:]], axis=-1).astype(jnp.bfloat16)
+    bits = lax.bitcast_convert_type(rest, jnp.uint16)
+
+    def stored(x: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        values, scales = as_stored(x[..., :halves], dtype)
+        part = lax.bitcast_convert_type(part.astype(jnp.uint8), dtype)
+        return jnp.concatenate([values, part], axis=-1), scales
+
+    return stored(k, bits >> 8), stored(v, bits & 255)
+
+
+def join_halves(
+    k: tuple[jax.Array, jax.Array | None],
+    v: tuple[jax.Array, jax.Array | None],
+    dtype: DTypeLike,
+    halves: int,
+) -> jax.Array:
+    """The keys whose halves these are, as numbers to compute with: what are values of K and of V,
+    then the rest of both, [..., key_width].
+
+    Args:
+        k, v: Values and scales, as in `widen`.
+        dtype: Dtype of the result.
+        halves: See `backends.Scoring`.
+    """
+    parts = [widen(values[..., :halves], scales, dtype) for values, scales in (k, v)]
+    rest = [values[..., halves:] for values, _ in (k, v)]
+    if halves_wide(k[0].dtype, halves):
+        rest = [upper_bytes(*rest).astype(dtype)]
+    return jnp.concatenate([*parts, *(part.astype(dtype) for part in rest)], axis=-1)
+
+
+def upper_bytes(high: jax.Array, low: jax.Array) -> jax.Array:
+    """The float32 whose upper bytes these are, of any dtypes of 8 bits; its others are 0."""
+    high, low = (lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.uint32) for x in (high, low))
+    return lax.bitcast_convert_type((high << 8 | low) << 16, jnp.float32)
+
+
 def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Vectors after a round trip through a pool of this dtype.
 
@@ -126,9 +204,7 @@ def as_cached(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     Returns:
         float32 [..., D].
     """
-    if jnp.dtype(dtype) == jnp.int8:
-        return widen(*quantize_vectors(x), jnp.float32)
-    return widen(saturating_cast(x, dtype), None, jnp.float32)
+    return widen(*as_stored(x, dtype), jnp.float32)
 
 
 def read_as(cached: DTypeLike, queries: DTypeLike) -> jnp.dtype:

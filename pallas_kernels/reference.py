@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 from jaxserve.pallas_kernels.batch import HIDDEN, KV, RIGHT, AttentionBatch
 from jaxserve.pallas_kernels.delta_net import DeltaInput
 from jaxserve.pallas_kernels.hidden import HiddenProjection
-from jaxserve.pallas_kernels.pool import ScaledPool
+from jaxserve.pallas_kernels.pool import ScaledPool, halves_wide
 
 Array = np.ndarray | jax.Array
 
@@ -35,11 +35,16 @@ def as_cached(values: np.ndarray, cached: DTypeLike) -> np.ndarray | ScaledPool:
     return ScaledPool(rounded.astype(np.int8), np.where(np.isfinite(scales), scales, np.nan))
 
 
-def as_numbers(pool: Array | ScaledPool) -> np.ndarray:
-    """The cached values in float64."""
+def as_numbers(pool: Array | ScaledPool, halves: int = 0) -> np.ndarray:
+    """The cached values in float64; the bytes of `pool.store_halves`, with `halves`, as 0 to
+    255."""
+    values = np.asarray(pool.values if isinstance(pool, ScaledPool) else pool)
+    numbers = values.astype(np.float64)
     if isinstance(pool, ScaledPool):
-        return np.asarray(pool.values).astype(np.float64) * np.asarray(pool.scales)[..., None]
-    return np.asarray(pool).astype(np.float64)
+        numbers *= np.asarray(pool.scales)[..., None]
+    if halves_wide(values.dtype, halves):
+        numbers[..., halves:] = values.view(np.uint8)[..., halves:]
+    return numbers
 
 
 def _on_host(batch: AttentionBatch) -> AttentionBatch:
@@ -155,8 +160,8 @@ def paged_attention(
     """Attention of KV rows over the pool.
 
     Args:
-        q: [T, H, D].
-        pool: [layers, blocks, kv_heads, block_size, head_dim].
+        q: [T, H, D], or [T, H, keys] with halves: their width says whether the pool has bytes.
+        pool: [layers, blocks, kv_heads, block_size, head_dim], of `as_numbers`.
         layer: Index of the layer.
         batch: The step's rows and tokens.
         **options: scale, sliding_window, soft_cap, sinks, halves, and the dtype to compute in.
@@ -168,13 +173,16 @@ def paged_attention(
 
     def read(cached: Callable[[int], np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         both = cached(0), cached(1)
-        whole = np.concatenate(both, axis=-1)
-        return (whole, whole) if halves else both
+        if not halves:
+            return both
+        rest = [x[..., halves:] for x in both]
+        if q.shape[2] < 2 * pool.shape[4]:
+            bits = (256 * rest[0] + rest[1]).astype(np.uint16)
+            rest = [bits.view(jnp.bfloat16).astype(both[0].dtype)]
+        return (np.concatenate([*(x[..., :halves] for x in both), *rest], axis=-1),) * 2
 
     out = _attend(q, pool, layer, batch, KV, batch.num_rows, read, **options)
-    if not halves:
-        return out
-    return np.concatenate([half[..., :halves] for half in np.split(out, 2, axis=-1)], axis=-1)
+    return out[..., : 2 * halves] if halves else out
 
 
 def absorbed_attention(

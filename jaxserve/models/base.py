@@ -22,6 +22,7 @@ from jaxserve.models.mesh_axes import RULES
 from jaxserve.models.quantized import NONE, Quantization, Quantized, Scheme, parse_quantization
 from jaxserve.models.rope import Rope, for_length
 from jaxserve.pallas_kernels.delta_net import DeltaInput, DeltaNet
+from jaxserve.pallas_kernels.pool import cached_width
 
 # Scales of random weights of each kind: a few in 10,000 would exceed the largest number; -7 to 7
 # are equally likely.
@@ -191,9 +192,13 @@ class ModelConfig:
 
     @property
     def halves(self) -> int:
-        """Leading elements of K, and of V, which are the value of a token whose key is K and V side
-        by side, see `models.latent`. 0: K is the key, and V the value."""
+        """Leading elements of K, and of V, which are the value of a token whose key is all of both,
+        see `models.latent`. 0: K is the key, and V the value."""
         return 0 if self.latent is None else self.latent.half
+
+    def cached_dim(self, dtype: DTypeLike) -> int:
+        """Elements of one head of K or V in a cache of this dtype."""
+        return cached_width(self.head_dim, dtype, self.halves)
 
     @property
     def query_dim(self) -> int:

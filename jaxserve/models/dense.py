@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxserve.models import base
 from jaxserve.models.forward import forward, logits
 from jaxserve.pallas_kernels import DeltaInput, recur_text
+from jaxserve.pallas_kernels.pool import join_halves
 
 _MASKED = -1e30  # finite, so that a fully masked row gives no NaN
 _TILE = 64  # queries whose scores are in memory at once
@@ -136,9 +137,9 @@ def _keys_and_values(
     """Keys and values of all tokens, [T, kv_heads, any]."""
     if not config.halves:
         return inputs.k, inputs.v
-    both = (inputs.k, inputs.v)
-    values = [half[..., : config.halves] for half in both]
-    return jnp.concatenate(both, axis=-1), jnp.concatenate(values, axis=-1)
+    halves = (inputs.k, None), (inputs.v, None)
+    keys = join_halves(*halves, inputs.k.dtype, config.halves)
+    return keys, keys[..., : 2 * config.halves]
 
 
 def _mask(window: int | None, num_tokens: int) -> jax.Array:

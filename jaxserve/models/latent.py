@@ -189,16 +189,14 @@ def latent_input(
     # XLA's compiler for GPUs fails where it fuses the parts of few tokens' pairs with their halves.
     shared = jax.lax.optimization_barrier(shared)
 
-    def halves(plain: jax.Array, rotated: jax.Array) -> jax.Array:
-        """[T, heads, 2, head_dim]."""
-        plain = jnp.pad(plain, ((0, 0), (0, 0), (0, 2 * latent.half - latent.rank)))
-        parts = [part.reshape(*part.shape[:2], 2, -1) for part in (plain, rotated)]
-        return jnp.concatenate(parts, axis=-1)
+    def padded(plain: jax.Array) -> jax.Array:
+        return jnp.pad(plain, ((0, 0), (0, 0), (0, 2 * latent.half - latent.rank)))
 
-    q = halves(_queries(q_plain, weights, config, mesh), q_rotated)
-    q = q.reshape(*q.shape[:2], config.query_dim)
+    q_plain = padded(_queries(q_plain, weights, config, mesh))
+    q = jnp.concatenate([q_plain, q_rotated], axis=-1)
+    halves = [part.reshape(len(x), 1, 2, -1) for part in (padded(few[:, None]), shared)]
     copies = pool_kv_heads(config, 1 if mesh is None else mesh.size)
-    cached = jnp.repeat(halves(few[:, None], shared), copies, axis=1)
+    cached = jnp.repeat(jnp.concatenate(halves, axis=-1), copies, axis=1)
     k, v = (constrain(cached[:, :, n], mesh, None, "kv_heads", None) for n in (0, 1))
     return AttentionInput(constrain(q, mesh, None, "heads", None), k, v, x, None, kind)
 

@@ -28,7 +28,7 @@ from jaxserve.pallas_kernels.cpu.numba_ffi import (
     words,
 )
 from jaxserve.pallas_kernels.cpu.queries import FEW, NO_SINK, attend, room
-from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool
+from jaxserve.pallas_kernels.pool import FLOAT8, Pool, ScaledPool, cached_width
 
 TILE = 64  # queries, heads of a group times tokens, that are multiplied at once
 ALONE = 1 << 17  # numbers of context below which other threads do not help
@@ -93,7 +93,7 @@ def paged_attention(
 @compiled_once
 def target(head_dim: int, dtype: str, *, halves: int) -> str:
     """The name of the kernel for queries of this width, which is compiled at the first call.
-    halves: see `Scoring`; if not 0, heads of K and V have half the width.
+    halves: see `Scoring`; if not 0, K and V are halves of keys of this width.
 
     Operands: q [T, H, D], float32; pool [L, B, K, S, D], of a dtype in `NUMBERS`; from
     `AttentionBatch`: tables, context_lens, query_start, query_lens, direction, kind, token_row;
@@ -102,7 +102,9 @@ def target(head_dim: int, dtype: str, *, halves: int) -> str:
     K, S]. Result: [T, H, D], or [T, H, 2 * halves].
     """
     name, number = f"jaxserve_paged_attention_{dtype}_{head_dim}", NUMBERS[dtype]
-    name, cached_dim = (f"{name}_{halves}", head_dim // 2) if halves else (name, head_dim)
+    cached_dim = head_dim
+    if halves:
+        name, cached_dim = f"{name}_{halves}", cached_width(head_dim // 2, dtype, halves)
     last, scaled = _OUT + (dtype == "int8"), dtype == "int8"
 
     @njit(**OPTIONS)

@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.cpu.scores import (
     score_keys,
     weigh,
 )
-from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES, prefetch, widened
+from jaxserve.pallas_kernels.cpu.vectors import BYTES, LANES, prefetch, upper_bytes, widened
 
 FEW = 8  # up to this many queries read the context in place
 _MASKED = np.float32(-1e30)
@@ -72,8 +72,8 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
     Args:
         out: float32 [T, H, D], or [T, H, 2 * halves], filled in for these tokens and heads.
         q: float32 [T, H, D].
-        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`; D / 2
-            with halves.
+        layer: [blocks, kv_heads, block_size, D] of the pool, of the `attention.NUMBERS`; with
+            halves of the width of one.
         scales: float32 [blocks, kv_heads, block_size], or None.
         table: int32 [2, W], the row's block ids.
         head: KV head.
@@ -119,22 +119,15 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         if sink > _MASKED:
             tops[m], totals[m] = sink, np.float32(1)
         query = q[token + m // group, first_head + m % group]
-        if halves:
-            half, rest = head_dim // 2, head_dim // 2 - halves
-            for d in range(halves):
-                left[m, d] = query[d] * scale
-                left[m, halves + d] = query[half + d] * scale
-            for d in range(rest):
-                left[m, result_dim + d] = query[halves + d] * scale
-                left[m, result_dim + rest + d] = query[half + halves + d] * scale
-        else:
-            for d in range(head_dim):
-                left[m, d] = query[d] * scale
+        for d in range(head_dim):
+            left[m, d] = query[d] * scale
         for d in range(head_dim, width):
             left[m, d] = np.float32(0)
         for d in range(width):
             sums[m, d] = np.float32(0)
-    # Few queries read K and V in place; for many it pays to copy a chunk first.
+    # Few queries read K and V in place; for many it pays to copy a chunk first. Halves are joined
+    # by their scales.
+    factored = scales is not None and not halves
     in_place = queries <= FEW and width == head_dim and size % LANES == 0 and not halves
     low = max(0, position - window + 1) if window > 0 else 0
     if window > 0:
@@ -145,10 +138,10 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
         begin, end = max(first, low), min(first + CHUNK, high)
         if not in_place:
             if halves:
-                _join(layer, table, head, side, first, begin, end, keys, halves)
+                _join(layer, scales, table, head, side, first, begin, end, keys, halves, head_dim)
             else:
                 _in_order(layer, table, head, side, first, begin, end, keys, values, head_dim)
-        if scales is not None:
+        if factored:
             _scales_in_order(scales, table, head, side, first, begin, end, factors)
         for some in range(0, queries, together):
             last = min(some + together, queries) - 1
@@ -172,7 +165,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
                 lower, upper = _seen(position + m // group, begin, end, first, window, ahead)
                 if lower >= upper:  # the query sees nothing of this chunk
                     continue
-                if scales is not None:
+                if factored:
                     for j in range(lower, upper):
                         line[j] *= factors[0, j]
                 if cap > 0:
@@ -188,7 +181,7 @@ def attend(  # noqa: PLR0915 whole: LLVM drops stores of `add_values` in a funct
                     tops[m] = top
                 # Scores become weights in place.
                 totals[m] += weigh(line_at, lower, upper, top)
-                if scales is not None:
+                if factored:
                     for j in range(lower, upper):
                         line[j] *= factors[1, j]
             # The values, weighted, in the order of positions: those that all queries see, at once;
@@ -297,11 +290,11 @@ def _in_order(
 
 @njit(**INLINE)
 def _join(
-    layer: Any, table: Any, head: int, side: int, first: int, begin: int, end: int, keys: Any,
-    halves: int,
+    layer: Any, scales: Any, table: Any, head: int, side: int, first: int, begin: int, end: int,
+    keys: Any, halves: int, head_dim: int,
 ) -> None:  # fmt: skip
-    """Fills keys [CHUNK, width] likewise: the first `halves` of K and of V, then the rest of
-    both."""
+    """Fills keys [CHUNK, width] likewise: the first `halves` of K and of V, then the rest of both,
+    see `pool.join_halves`."""
     size, rest = layer.shape[2], layer.shape[3] - halves
     for position in range(begin, end):
         b = position // size
@@ -309,14 +302,21 @@ def _join(
         slot = t if side == LEFT else size - 1 - t
         key, value = layer[table[0, b], head, slot], layer[table[1, b], head, slot]
         whole = keys[position - first]
+        of_key, of_value = np.float32(1), np.float32(1)
+        if scales is not None:
+            of_key, of_value = scales[table[0, b], head, slot], scales[table[1, b], head, slot]
         for d in range(halves):
-            whole[d] = widened(key[d])
+            whole[d] = widened(key[d]) * of_key
         for d in range(halves):
-            whole[halves + d] = widened(value[d])
-        for d in range(rest):
-            whole[2 * halves + d] = widened(key[halves + d])
-            whole[2 * halves + rest + d] = widened(value[halves + d])
-        for d in range(2 * layer.shape[3], keys.shape[1]):
+            whole[halves + d] = widened(value[d]) * of_value
+        if layer.itemsize == 1:
+            for d in range(rest):
+                whole[2 * halves + d] = upper_bytes(key[halves + d], value[halves + d])
+        else:
+            for d in range(rest):
+                whole[2 * halves + d] = widened(key[halves + d])
+                whole[2 * halves + rest + d] = widened(value[halves + d])
+        for d in range(head_dim, keys.shape[1]):
             whole[d] = np.float32(0)
 
 

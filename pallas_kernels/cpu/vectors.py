@@ -268,6 +268,21 @@ def widened(_: Any, number: Any) -> Any:
     return types.float32(number), generate
 
 
+@intrinsic
+def upper_bytes(_: Any, high: Any, low: Any) -> Any:
+    """The float32 whose upper bytes these are, both of int8 or uint8, see `pool.upper_bytes`; 0 for
+    numbers of more bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.args[0] not in (types.int8, types.uint8):
+            return ir.Constant(NUMBER, 0)
+        first, second = (builder.zext(byte, INDEX) for byte in args)
+        word = builder.or_(builder.shl(first, ir.Constant(INDEX, 8)), second)
+        return builder.bitcast(builder.shl(word, ir.Constant(INDEX, 16)), NUMBER)
+
+    return types.float32(high, low), generate
+
+
 def of_float8(builder: Any, word: Any) -> Any:
     """The float32 of a float8's 8 bits in a word, or of a vector of words: 1 of sign, 4 of exponent
     (bias 7), 3 of mantissa; 127 is NaN. No intermediate float32 is denormal, since XLA's threads

@@ -166,8 +166,8 @@ def _why_no_halves(shape: KernelShape) -> str | None:
     if shape.halves > MAX_HEAD_DIM or shape.halves % 8 or shape.head_dim % 8:
         what = f"multiples of 8 up to {MAX_HEAD_DIM}, and so must head_dim"
         return f"halves: must be {what}, got {shape.halves} and {shape.head_dim}"
-    if shape.kv_heads != 1 or shape.sinks or jnp.dtype(shape.dtype).itemsize == 1:
-        return "latent vectors: must be one a token, of 16 or 32 bits, without sinks"
+    if shape.kv_heads != 1 or shape.sinks:
+        return "latent vectors: must be one a token, without sinks"
     return None
 
 

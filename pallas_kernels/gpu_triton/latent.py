@@ -1,8 +1,9 @@
 """Attention over latent vectors on Pallas-Triton: all heads share them, as keys and as values.
 
 A token has half of its vector where others have K, the other half where they have V (`Scoring`):
-in each half first what is its value, then what is of its key alone. The four pieces are read once,
-for the scores and for the sums (DeepSeek-V2, section 2.1.2).
+in each half first what is its value, then what is of its key alone, in a pool of 8 bits a byte of
+each number (`pool.store_halves`). The four pieces are read once, for the scores and for the sums
+(DeepSeek-V2, section 2.1.2).
 
 A tile is some of a row's tokens with some of their heads, since the sums of all heads may not fit
 into registers. Programs take equal shares of the contexts of all tiles, as for prompts
@@ -36,7 +37,7 @@ from jaxserve.pallas_kernels.gpu_triton.tiles import (
     tile_of,
 )
 from jaxserve.pallas_kernels.online_softmax import Softmax
-from jaxserve.pallas_kernels.pool import read_as
+from jaxserve.pallas_kernels.pool import Pool, halves_wide, read_as, upper_bytes
 
 _MOST_HEADS = 16  # of a tile
 
@@ -67,11 +68,13 @@ def _kinds(*, decode_only: bool, uncut: bool) -> tuple[Kind, ...]:
 
 
 class _Piece(NamedTuple):
-    """Columns of a half: from `first` on, `width` of them. plane: 0 of K, 1 of V."""
+    """Columns of a half: from `first` on, `width` of them. plane: 0 of K, 1 of V. asked: the first
+    of the columns of queries that are multiplied by them."""
 
     plane: int
     first: int
     width: int
+    asked: int
 
     @property
     def padded(self) -> int:
@@ -86,10 +89,12 @@ class Options(common.Options):
     Attributes:
         queries: Rows of a query tile, query tokens times heads: a power of two.
         uncut: As in `Kind`.
+        paired: Whether what is of keys alone is cut into bytes, see `pool.store_halves`.
     """
 
     queries: int
     uncut: bool
+    paired: bool
 
     @property
     def group(self) -> int:
@@ -105,14 +110,15 @@ class Options(common.Options):
     def values(self) -> tuple[_Piece, _Piece]:
         """The pieces that are values."""
         width = self.scoring.halves
-        return _Piece(0, 0, width), _Piece(1, 0, width)
+        return _Piece(0, 0, width, 0), _Piece(1, 0, width, width)
 
     @property
     def rest(self) -> tuple[_Piece, ...]:
-        """The pieces that are of keys alone."""
+        """The pieces that are of keys alone; with `paired` their bytes."""
         first = self.scoring.halves
-        width = self.geometry.head_dim - first
-        return (_Piece(0, first, width), _Piece(1, first, width)) if width else ()
+        width, second = self.geometry.head_dim - first, 0 if self.paired else 1
+        pieces = (_Piece(n, first, width, 2 * first + n * second * width) for n in (0, 1))
+        return tuple(pieces) if width else ()
 
 
 def _heads_of_a_tile(num_heads: int) -> int:
@@ -187,13 +193,14 @@ def _load(
 
 
 def _kernel(*refs: common.Ref, options: Options) -> None:
-    """refs: the batch, the tiles, the shares, q [T * H, 2 * D], the pool, the output so far
+    """refs: the batch, the tiles, the shares, q [T * H, keys], the pool, the output so far
     (aliased), the output [T * H * 2, halves] and the parts."""
-    batch, tiles, shares, (q_ref, pool_ref, _, out_ref, *parts) = unpacked(refs, 2)
+    batch, tiles, shares, (q_ref, *rest) = unpacked(refs, 2)
+    pool, (_, out_ref, *parts) = common.take_pool(rest, options.geometry)
 
     def attend(segment: Segment) -> None:
         into = out_ref, None if options.uncut else Parts(*parts)
-        _attend(batch, QueryTiles(*tiles), segment, q_ref, pool_ref, *into, options)
+        _attend(batch, QueryTiles(*tiles), segment, q_ref, pool, *into, options)
 
     for_each_segment(shares, attend)
 
@@ -202,8 +209,8 @@ def _attend(
     batch: common.BatchRefs,
     tiles: QueryTiles,
     segment: Segment,
-    q_ref: common.Ref,  # [T * H, 2 * D]
-    pool_ref: common.Ref,  # [rows, D]
+    q_ref: common.Ref,  # [T * H, keys]
+    pool: common.PoolRefs,
     out_ref: common.Ref,  # [T * H * 2, halves]
     parts: Parts | None,
     options: Options,
@@ -219,32 +226,41 @@ def _attend(
         num_heads=options.num_heads,
         sliding_window=window,
     )
-    dtype = read_as(pool_ref.dtype, q_ref.dtype)
+    dtype = read_as(pool.dtype, q_ref.dtype)
 
     def queries(piece: _Piece) -> jax.Array:
-        first = piece.plane * geometry.head_dim + piece.first
-        return _load(q_ref, tile.rows, tile.used, first, piece).astype(dtype)
+        return _load(q_ref, tile.rows, tile.used, piece.asked, piece).astype(dtype)
 
-    asked = [(piece, queries(piece)) for piece in (*options.values, *options.rest)]
+    apart = options.rest[: 1 if options.paired else 2]
+    asked = [queries(piece) for piece in (*options.values, *apart)]
     context = common.context_of(batch, geometry, tile.row)
 
     def walk(j: jax.Array, state: tuple[jax.Array, ...], masked: bool) -> tuple[jax.Array, ...]:
         position = j * size + jnp.arange(size, dtype=jnp.int32)
         inside = (position >= tile.lower) & (position < tile.upper) if masked else None
         rows = [context.pool_rows(plane, 0, position, inside) for plane in (0, 1)]
-        products, read = jnp.zeros((options.queries, size), jnp.float32), []
-        for piece, q in asked:
-            x = _load(pool_ref, rows[piece.plane], inside, piece.first, piece).astype(dtype)
-            products += online_softmax.dot(q, x, transposed=True)
-            read.append(x)
+        factors = [pool.load_scales(of, inside) for of in rows]
+
+        def load(piece: _Piece) -> jax.Array:
+            return _load(pool.values, rows[piece.plane], inside, piece.first, piece)
+
+        read = [common.widened(load(piece), dtype) for piece in options.values]
+        rest = [load(piece) for piece in options.rest]
+        if options.paired and rest:
+            rest = [upper_bytes(*rest)]
+        keys = [*read, *(x.astype(dtype) for x in rest)]
+        products = jnp.zeros((options.queries, size), jnp.float32)
+        for q, x, factor in zip(asked, keys, [*factors, None, None], strict=False):
+            product = online_softmax.dot(q, x, transposed=True)
+            products += online_softmax.scaled(product, factor)
         scores = online_softmax.prepare(products, options.scoring)
         if masked:
             scores = jnp.where(seen_by(tile, position, window), scores, -jnp.inf)
         # Both with the same weights, which the compiler computes once.
         peak, total, *sums = state
         done = [
-            online_softmax.step(Softmax(peak, total, acc), scores, x)
-            for acc, x in zip(sums, read[:2], strict=True)
+            online_softmax.step(Softmax(peak, total, acc), scores, x, factor)
+            for acc, x, factor in zip(sums, read, factors, strict=True)
         ]
         return done[0].peak, done[0].total, done[0].acc, done[1].acc
 
@@ -292,7 +308,7 @@ def _place(
 
 def attend(
     q: jax.Array,
-    pool: jax.Array,
+    pool: Pool,
     layer: jax.Array | int,
     batch: AttentionBatch,
     plan: tuple[Work, ...],
@@ -305,7 +321,7 @@ def attend(
     """See `backends.Backend.attend`, with halves.
 
     Args:
-        q: [T, H, 2 * D].
+        q: [T, H, keys], see `pool.key_width`.
         pool: [layers, blocks, 1, block_size, D].
         layer: Index into the whole pool; may be traced.
         batch: The step's rows and tokens.
@@ -324,7 +340,8 @@ def attend(
     for kind, work in zip(_kinds(decode_only=decode_only, uncut=uncut), plan, strict=True):
         launch = tuning.launch(kind.launch, pool.dtype.itemsize, geometry.padded_dim)
         queries = _queries(tokens, _heads_of_a_tile(num_heads), kind, launch)
-        options = Options(geometry, num_heads, scoring, launch.tile, queries, uncut)
+        paired = halves_wide(pool.dtype, scoring.halves)
+        options = Options(geometry, num_heads, scoring, launch.tile, queries, uncut, paired)
         out = run_shares(
             functools.partial(_kernel, options=options),
             layer,

@@ -95,10 +95,12 @@ _TABLE: dict[str, dict[tuple[int, int, int], Launch]] = {
     },
     # All heads' sums over latent vectors: a few tokens, and chunks.
     "latent": {
+        (80, 1, 0): Launch(32, queries=16, warps=8, stages=3),
         (80, 2, 0): Launch(32, queries=16, warps=4, stages=3, resident=2),
         (80, 4, 0): Launch(16, queries=16, warps=8, stages=1),
     },
     "latent_prompts": {
+        (80, 1, 0): Launch(32, queries=32, warps=8, stages=3),
         (80, 2, 0): Launch(32, queries=64, warps=8, stages=3),
         (80, 4, 0): Launch(16, queries=16, warps=8, stages=1),
         (90, 2, 0): Launch(32, queries=32, warps=8, stages=3, resident=2),

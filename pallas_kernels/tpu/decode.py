@@ -67,14 +67,14 @@ def _kernel(  # refs are of the pool's dtype where none is named
         # Positions of the chunk's slots, [1, tokens], and which of them the token sees.
         at = chunk.positions(j, items[common.SIDE, i], 1)
         seen = ((at >= low) & (at <= items[common.FIRST, i]))[None]
+        if options.halves:
+            halves.update(state, q[0], (k, v), half, seen, seen, options)
+            return
         mine = pl.ds(share[0], chunk.heads)
         scales = k.scales_of(half, mine), own_scales(v.scales_of(half, mine), seen)
         keys, values = (each.vectors((half,), q.dtype) for each in (k, v))
         # All heads of the program at once: [heads, group, head_dim] by [heads, tokens, head_dim].
-        if options.halves:
-            halves.update(state, q[0], keys, values, seen, options)
-        else:
-            softmax.update(state, ..., q[0], keys, values, seen, options, scales)
+        softmax.update(state, ..., q[0], keys, values, seen, options, scales)
 
     stream.walk(i, use)
     out[0] = softmax.finished(state, sinks=sinks).astype(out.dtype)
@@ -129,7 +129,7 @@ def decode(
     """Attention of one token for each row that decodes.
 
     Args:
-        q: [R, H, D], or [R, H, 2 * D] with halves.
+        q: [R, H, D], or [R, H, keys] with halves.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         width: W, entries of a table row.
@@ -142,7 +142,7 @@ def decode(
     """
     kv_heads = pool.shape[2]
     group, sums = q.shape[1] // kv_heads, 2 if options.halves else 1
-    given = halves.apart(q) if options.halves else q
+    given = halves.apart(q, pool, options.halves) if options.halves else q
     rows, _, head_dim = given.shape
     sizes = tuning.sizes(pool.dtype, options.interpret)
     chunk, work = _chunk(pool.shape, pool.dtype, width, options.interpret), decodes.work

@@ -85,9 +85,8 @@ def _kernel(  # refs are of the pool's dtype where none is named
         low, high = common.bounds(items, i, window)
         own = ((at >= low) & (at < high))[None]
         if options.halves:
-            keys, values = (each.vectors((half,), q.dtype) for each in (k, v))
             queries = q[...].reshape(2, group * tile, chunk.head_dim)
-            halves.update(state, queries, keys, values, seen, options)
+            halves.update(state, queries, (k, v), half, seen, own, options)
             return
 
         @pl.loop(0, chunk.heads)
@@ -152,7 +151,7 @@ def prefill(
     """Attention of the tokens in tiles.
 
     Args:
-        q: [T, H, D], or [T, H, 2 * D] with halves.
+        q: [T, H, D], or [T, H, keys] with halves.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
         width: W, entries of a table row.
@@ -172,7 +171,9 @@ def prefill(
     buffer = buffer_of(chunk, pool)
     extra, extra_specs = softmax.sinks_of(sinks, kv_heads, heads, tile)
     given = q.astype(read_as(pool.dtype, q.dtype))
-    queries = layout.gather(halves.apart(given) if options.halves else given, sums * kv_heads)
+    if options.halves:
+        given = halves.apart(given, pool, options.halves)
+    queries = layout.gather(given, sums * kv_heads)
     call = pl.pallas_call(
         functools.partial(_kernel, chunk=chunk, options=options),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),

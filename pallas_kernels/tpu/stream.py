@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -250,10 +251,13 @@ def clean_ends(
     def _() -> None:
         at = chunk.positions(j, items[SIDE, i], 0)
         own = (at >= low) & (at < high)
-        found = buffer.values[half]
-        wide = jnp.float32 if found.dtype.itemsize == 1 else found.dtype
-        cleaned = jnp.where(own[None], found.astype(wide), jnp.zeros((), wide))
-        buffer.values[half] = cleaned.astype(found.dtype)
+        found = stored = buffer.values[half]
+        if stored.dtype.itemsize == 1:  # as bits: they may be those of other numbers
+            found = lax.bitcast_convert_type(stored, jnp.int8).astype(jnp.int32)
+        cleaned = jnp.where(own[None], found, jnp.zeros((), found.dtype))
+        if stored.dtype.itemsize == 1:
+            cleaned = lax.bitcast_convert_type(cleaned.astype(jnp.int8), stored.dtype)
+        buffer.values[half] = cleaned
 
 
 def own_scales(scales: jax.Array | None, own: jax.Array) -> jax.Array | None:

@@ -62,7 +62,7 @@ def decode(
     costs as much as its longest row.
 
     Args:
-        queries: [R, kv_heads, M, D], scaled, in the dtype of `read_as`; twice as wide with
+        queries: [R, kv_heads, M, D], scaled, in the dtype of `read_as`; as wide as keys with
             `halves`.
         pool: [layers, blocks, kv_heads, block_size, D].
         layer: Index into the whole pool; may be traced.
@@ -107,9 +107,8 @@ def decode(
             own = seen | ~reads[:, None]
             wanted = [block_runs.of(ids[:, plane]) for plane in range(planes)]
             whole = own[:, None, :, None], own.all()
-            read = gather_runs(block_runs, wanted, shape, *whole, query.dtype, 2 if halves else 1)
-            k, v = _joined(read) if halves else (read[0], read[-1])
-            new = step(state, query, k, v, seen[:, None, None])
+            read = gather_runs(block_runs, wanted, shape, *whole, query.dtype, halves)
+            new = step(state, query, read[0], read[-1], seen[:, None, None])
             # A row that sees nothing of this chunk would add 0 times stale values: keep its state.
             return new._replace(acc=jnp.where(reads[:, None, None, None], new.acc, state.acc))
 
@@ -121,12 +120,6 @@ def decode(
 
     groups = -(-jnp.sum(lens > 0) // group)
     return lax.fori_loop(0, groups, one_group, jnp.zeros_like(queries))
-
-
-def _joined(read: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The keys whose halves these are, and values as wide, of which a part is used."""
-    whole = jnp.concatenate(read, axis=-1)
-    return whole, whole
 
 
 def attend_row(
@@ -259,10 +252,9 @@ def _read_blocks(
             ((position >= lower) & (position < context))[:, None],
             (j * width >= lower) & ((j + 1) * width <= context),
             dtype,
-            2 if halves else 1,
+            halves,
         )
-        k, v = _joined(read) if halves else read
-        return k, v, position
+        return read[0], read[-1], position
 
     return Read(width, chunk_of)
 
@@ -280,11 +272,8 @@ def paged_attention(
     """See `attention.paged_attention`: q [T, H, D] -> the same, or [T, H, 2 * halves], decodes in
     groups of rows, chunks row by row."""
     out = _attend(q, pool, layer, batch, scoring, sinks, decode_only=decode_only)
-    if not scoring.halves:
-        return out
-    # Of keys as values those that are values.
-    values = [half[..., : scoring.halves] for half in jnp.split(out, 2, axis=-1)]
-    return jnp.concatenate(values, axis=-1)
+    # Keys are their own values: of these what is one.
+    return out[..., : 2 * scoring.halves] if scoring.halves else out
 
 
 def _attend(

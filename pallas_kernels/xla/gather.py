@@ -11,7 +11,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels.batch import RIGHT, AttentionBatch
-from jaxserve.pallas_kernels.pool import Pool, ScaledPool, widen
+from jaxserve.pallas_kernels.pool import Pool, ScaledPool, join_halves, widen
 
 
 class Runs(NamedTuple):
@@ -74,7 +74,7 @@ def gather_runs(
     own: jax.Array,
     all_own: jax.Array,
     dtype: DTypeLike,
-    last: int = 1,
+    halves: int = 0,
 ) -> list[jax.Array]:
     """Gathers K and V, or hidden vectors, of a chunk of context.
 
@@ -85,12 +85,14 @@ def gather_runs(
         block_runs: From `runs`.
         ids: Indices of the runs, int32, for each array to gather.
         shape: [N, kv_heads, S, D] of each array.
-        own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Other slots are
-            zeroed in the last arrays, since a weight of 0 times NaN is NaN.
+        own: bool, broadcasts to shape [..., 1]: slots that hold the row's tokens. Other slots of
+            values are zeroed, those of the last array, or of all with `halves`, since a weight of 0
+            times NaN is NaN.
         all_own: bool [], whether `own` is true throughout: then, as usual, nothing is zeroed.
         dtype: Dtype of the result.
-        last: Number of these last arrays, which are values.
+        halves: See `Scoring`; the result are then the keys alone, in which values come first.
     """
+    last = len(ids) if halves else 1
     values, scales, _ = block_runs
     # A NaN is in the vector's scale, if it has one, else in its values.
     telling, cut, mine = (
@@ -108,9 +110,13 @@ def gather_runs(
         return [*keys, *(clean(_gather(telling, i)) for i in ids[-last:])]
 
     gathered_scales = [array.reshape(cut) for array in lax.cond(all_own, plain, cleaned, None)]
+    found: list[tuple[jax.Array, jax.Array | None]]
     if scales is None:
-        return [widen(array, None, dtype) for array in gathered_scales]
-    gathered = (_gather(values, i).reshape(shape) for i in ids)
-    return [
-        widen(array, scale, dtype) for array, scale in zip(gathered, gathered_scales, strict=True)
-    ]
+        found = [(array, None) for array in gathered_scales]
+    else:
+        gathered = (_gather(values, i).reshape(shape) for i in ids)
+        found = list(zip(gathered, gathered_scales, strict=True))
+    if halves:
+        k, v = found
+        return [join_halves(k, v, dtype, halves)]
+    return [widen(*vectors, dtype) for vectors in found]

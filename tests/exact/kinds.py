@@ -56,6 +56,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole, cache of int8": ("whole", {"cache__dtype": "int8", **BFLOAT16}),
     "llama3, cache of int8": ("llama3", {"cache__dtype": "int8"}),
     "llama3, cache of fp8": ("llama3", {"cache__dtype": "fp8"}),
+    "deepseek_v2, cache of int8": ("deepseek_v2", {"cache__dtype": "int8", **BFLOAT16}),
+    "deepseek_v3, cache of fp8": ("deepseek_v3", {"cache__dtype": "fp8"}),
     "gguf": ("gguf", {"model__load_format": "auto", **BFLOAT16}),
 }
 

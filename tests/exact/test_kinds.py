@@ -28,7 +28,7 @@ FIELDS: dict[str, Any] = {
 FEW = (  # in `make test`; of the others each has something of one of these
     "gemma3",
     "gpt_oss",
-    "deepseek_v2",
+    "deepseek_v2, cache of int8",
     "qwen3_next, bfloat16",
     "qwen3, bfloat16",
     "whole moe, bfloat16",

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jax.typing import DTypeLike
 
 from jaxserve.pallas_kernels import HIDDEN, KV, LEFT, RIGHT, AttentionBatch, HiddenProjection
+from jaxserve.pallas_kernels.pool import ScaledPool
+from jaxserve.pallas_kernels.reference import as_cached
 
 POISON = np.array([np.nan, np.inf, -np.inf], np.float32)
 
@@ -126,6 +128,22 @@ def make_pool(
             new = rng.standard_normal((len(slot), shape.layers, shape.kv_heads, shape.head_dim))
             pool[:, block, :, slot] = new
     return pool.astype(dtype)
+
+
+def in_bytes(
+    drawn: np.ndarray, batch: AttentionBatch, dtype: DTypeLike, halves: int
+) -> np.ndarray | ScaledPool:
+    """A pool of 8 bits of one of float32: each vector's first `halves` as it has them, and of two
+    numbers in place of each other one the upper byte, in blocks of V the lower one; see
+    `pool.store_halves`."""
+    stored = as_cached(drawn[..., :halves], dtype)
+    bits = np.repeat(drawn[..., halves:].astype(jnp.bfloat16).view(np.uint16), 2, axis=-1)
+    k, v = (np.isin(np.arange(drawn.shape[1]), np.asarray(batch.tables)[:, n]) for n in (0, 1))
+    lower = (v & ~k)[:, None, None, None]
+    bits = np.where(lower, bits & 255, bits >> 8).astype(np.uint8)
+    values = stored.values if isinstance(stored, ScaledPool) else stored
+    values = np.concatenate([values, bits.view(values.dtype)], axis=-1)
+    return ScaledPool(values, stored.scales) if isinstance(stored, ScaledPool) else values
 
 
 def vectors(

@@ -12,11 +12,11 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, unsupported
-from jaxserve.pallas_kernels.pool import FLOAT8
+from jaxserve.pallas_kernels.pool import FLOAT8, cached_width
 from tests.pallas_kernels.batches import Shape
 
 # Cases that add the least to the others, where compiling for an interpreter takes long.
-SLOW = ("mixed", "float8")
+SLOW = ("mixed", "float8", "latent-float8")
 # Those of other devices are interpreted. How many drawn batches a test has: GPUs are interpreted
 # slowly, TPUs an instruction at a time.
 BACKENDS = {"xla": 3, "numba": 3, "triton-interpret": 2, "tpu-interpret": 1}
@@ -116,8 +116,23 @@ CASES = (
         cap=1.5,
         halves=48,
     ),
+    # What is not rotated in 8 bits.
+    Case(
+        "latent-int8",
+        Shape(6, 1, head_dim=60, block_size=32, width=3, tokens=40),
+        cache="int8",
+        window=50,
+        halves=40,
+    ),
+    Case(
+        "latent-float8",
+        Shape(10, 1, head_dim=60, block_size=32, width=2),
+        "bfloat16",
+        cache=FLOAT8,
+        halves=40,
+    ),
 )
-LATENT = ("latent-decodes", "latent-mixed")
+LATENT = ("latent-decodes", "latent-mixed", "latent-int8", "latent-float8")
 NARROW = ("int8", "float8")
 BY_NAME = {case.name: case for case in CASES}
 
@@ -136,8 +151,9 @@ def takes(backend: str, case: Case, kind: int) -> bool:
     """Whether a backend says that it has kernels of this kind for the case's shape."""
     shape, dtype = case.shape, case.cached
     num_heads = shape.kv_heads if kind == HIDDEN else shape.num_heads
+    width = cached_width(shape.head_dim, dtype, case.halves)
     seen = KernelShape(
-        num_heads, shape.kv_heads, shape.head_dim, shape.block_size, dtype, halves=case.halves
+        num_heads, shape.kv_heads, width, shape.block_size, dtype, halves=case.halves
     )
     return unsupported(get_backend(backend), kind, seen) is None
 

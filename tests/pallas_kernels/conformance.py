@@ -27,10 +27,11 @@ from jaxserve.pallas_kernels import (
     reference,
     write,
 )
-from jaxserve.pallas_kernels.pool import FLOAT8, ScaledPool
+from jaxserve.pallas_kernels.pool import FLOAT8, ScaledPool, halves_wide
 from jaxserve.pallas_kernels.reference import as_cached, as_numbers
 from tests.pallas_kernels.batches import (
     Shape,
+    in_bytes,
     make_pool,
     make_projection,
     tokens_of,
@@ -129,7 +130,10 @@ class Attention:
     def arguments(self, case: Case, batch: AttentionBatch, seed: int) -> tuple[Any, ...]:
         """(queries, pool, layer, batch), and the projection where it takes one."""
         rng, shape = np.random.default_rng(seed), case.shape
-        pool = as_cached(make_pool(shape, batch, rng, np.float32, case.window), case.cached)
+        drawn = make_pool(shape, batch, rng, np.float32, case.window)
+        pool = as_cached(drawn, case.cached)
+        if halves_wide(case.cached, case.halves):
+            pool = in_bytes(drawn, batch, case.cached, case.halves)
         heads = shape.num_heads if self.kind == KV else shape.kv_heads
         width = wide(shape) if self.name == "absorbed" else shape
         if case.halves:
@@ -179,7 +183,8 @@ class Attention:
         `close`."""
         given = self.arguments(case, batch, seed)
         queries, pool, layer, *rest = given
-        want = self.reference(queries, as_numbers(pool), int(layer), *rest, **self.options(case))
+        numbers = as_numbers(pool, case.halves)
+        want = self.reference(queries, numbers, int(layer), *rest, **self.options(case))
         close(run(*given), want, self.used(batch), case, limit)
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from jaxserve.pallas_kernels import deterministic_backend, paged_attention
 from jaxserve.pallas_kernels.gpu_triton import prefill, tuning
-from jaxserve.pallas_kernels.pool import FLOAT8
+from jaxserve.pallas_kernels.pool import FLOAT8, halves_wide
 from jaxserve.pallas_kernels.reference import as_cached
-from tests.pallas_kernels.batches import Shape, make_batch, make_pool, steps, vectors
+from tests.pallas_kernels.batches import Shape, in_bytes, make_batch, make_pool, steps, vectors
 from tests.pallas_kernels.cases import BY_NAME, Case
 from tests.pallas_kernels.conformance import PAGED
 
@@ -31,6 +31,7 @@ CASES = (
     Case("int8", SHAPE, cache="int8"),
     Case("float8", SHAPE, "bfloat16", cache=FLOAT8),
     Case("latent", dataclasses.replace(SHAPE, kv_heads=1), window=37, halves=48),
+    Case("latent-int8", dataclasses.replace(SHAPE, kv_heads=1), cache="int8", halves=48),
 )
 LENGTH = 70  # of the row that is looked at
 Pieces = Sequence[tuple[int, int]]  # (context with it, tokens) of each chunk of that row
@@ -80,6 +81,8 @@ def found(backend: str, case: Case, row: Pieces, beside: Pieces) -> np.ndarray:
         begin = int(batch.query_start[mine])
         q[begin : begin + count] = own["q"][context - count : context]
         cached = as_cached(pool, case.cached)
+        if halves_wide(case.cached, case.halves):
+            cached = in_bytes(pool, batch, case.cached, case.halves)
         got = _attention(backend, case)(q.astype(case.dtype), cached, jnp.int32(0), batch)
         out[context - count : context] = np.asarray(got[begin : begin + count], np.float32)
     return out.view(np.uint32)

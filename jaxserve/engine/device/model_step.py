@@ -117,11 +117,8 @@ def _model_step(
         params = with_adapters(params, adapters, numbers, layout.lora)
     config, mesh = model.config, model.mesh
     how = kv_projection(params, config, model.max_len) if layout.hidden else None
-    options: dict[str, Any] = {
-        "decode_only": layout.decode_only,
-        "backend": model.backend,
-        "mesh": mesh,
-    }
+    where: dict[str, Any] = {"backend": model.backend, "mesh": mesh}
+    options = {"decode_only": layout.decode_only, **where}
     plans = {
         (group, window): plan_attention(
             pool,
@@ -153,7 +150,7 @@ def _model_step(
         if x is not None and not layout.kv:
             k = v = x  # not read, so that the new tokens' own need not be computed
         mine, put = batches[inputs.group], puts[inputs.group]
-        pool = write(pool, layer, k, v, mine, x=x, plan=put, backend=model.backend, mesh=mesh)
+        pool = write(pool, layer, k, v, mine, x=x, halves=config.halves, plan=put, **where)
         out = jnp.zeros_like(inputs.q)
         if layout.kv:
             window = inputs.kind.sliding_window

@@ -171,7 +171,7 @@ def build_programs(
         blueprint.allocated_blocks,
         sharding.pool_kv_heads(model, tensor),
         blueprint.block_size,
-        model.head_dim,
+        model.cached_dim(blueprint.cache_dtype),
         jnp.dtype(blueprint.cache_dtype),
         sharding.named(mesh, _POOL_AXES) if mesh else None,
     )

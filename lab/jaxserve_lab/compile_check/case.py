@@ -122,8 +122,9 @@ class CompileCase:
         config = self.config
         heads = self.pool_heads // self.shards
         size = self.sizes.block_size
-        shape = (pool_layers(config, self.groups), heads, size, config.head_dim)
-        return self.blocks * block_bytes(*shape, self.cache_dtype, self.target.platform)
+        dtype = self.cache_dtype
+        shape = (pool_layers(config, self.groups), heads, size, config.cached_dim(dtype))
+        return self.blocks * block_bytes(*shape, dtype, self.target.platform)
 
     @property
     def offers_hidden(self) -> bool:
@@ -271,7 +272,7 @@ def _unsupported(
     shape = KernelShape(
         config.num_heads // shards,
         heads // shards,
-        config.head_dim,
+        config.cached_dim(sizes.cache_dtype),
         sizes.block_size,
         sizes.cache_dtype,
         config.sinks,

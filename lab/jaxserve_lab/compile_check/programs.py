@@ -88,7 +88,8 @@ def _pool(case: CompileCase) -> Any:
     config = case.config
     size = case.sizes.block_size
     layers = pool_layers(config, case.groups)
-    shape = (layers, case.blocks, case.pool_heads, size, config.head_dim)
+    width = config.cached_dim(case.cache_dtype)
+    shape = (layers, case.blocks, case.pool_heads, size, width)
     return pool_of(shape, case.cache_dtype, _format(case))
 
 
@@ -245,7 +246,7 @@ def _write(case: CompileCase, *, hidden: bool) -> jax.stages.Lowered:
     def write(pool: Any, layer: Any, k: Any, v: Any, batch: Any, *x: Any, **options: Any) -> Any:
         return attend.write(pool, layer, k, v, batch, x=x[0] if x else None, **options)
 
-    return _lower(case, write, *arrays, *([new] if hidden else []))
+    return _lower(case, write, *arrays, *([new] if hidden else []), halves=case.config.halves)
 
 
 def _options(case: CompileCase) -> dict[str, Any]:

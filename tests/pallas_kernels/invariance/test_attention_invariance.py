@@ -31,6 +31,7 @@ from jaxserve.pallas_kernels import (
     write,
 )
 from jaxserve.pallas_kernels.cpu import numba_ffi
+from jaxserve.pallas_kernels.pool import cached_width
 
 HEADS, TOKENS = 4, 150
 LAYER = 1
@@ -73,8 +74,10 @@ class Steps:
     ) -> None:
         self._requests, self._projection, self._options = requests, projection, options
         self._width, blocks = -(-TOKENS // block_size), 2 * len(requests) * -(-TOKENS // block_size)
-        kv_heads, head_dim = requests[0].k.shape[1:]
-        self._pool: Pool = make_pool(2, blocks, kv_heads, block_size, head_dim, dtype_named(dtype))
+        self._halves = options.get("halves", 0)
+        (kv_heads, head_dim), kind = requests[0].k.shape[1:], dtype_named(dtype)
+        width = cached_width(head_dim, kind, self._halves)
+        self._pool: Pool = make_pool(2, blocks, kv_heads, block_size, width, kind)
         ids = np.random.default_rng(blocks).permutation(blocks).astype(np.int32)
         self._tables = ids.reshape(len(requests), 2, self._width)
         self._done = [0] * len(requests)
@@ -104,7 +107,8 @@ class Steps:
 
         k = of("k")
         x = None if self._projection is None else of("x").reshape(k.shape)
-        self._pool = write(self._pool, LAYER, k, of("v"), batch, x=x, backend="numba")
+        put: Any = {"x": x, "halves": self._halves, "backend": "numba"}
+        self._pool = write(self._pool, LAYER, k, of("v"), batch, **put)
         given: Any = {"decode_only": False, "backend": "numba", "scale": 0.2, **self._options}
         out = paged_attention(of("q"), self._pool, LAYER, batch, **given)
         if self._projection is not None:
@@ -166,7 +170,15 @@ def test_company_and_chunks(dtype: str, head_dim: int) -> None:
         np.testing.assert_array_equal(small.all([5, 100, 45], beside=40), alone)
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), [("float32", 24), ("bfloat16", 40)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [
+        ("float32", 24),
+        ("bfloat16", 40),
+        ("int8", 40),
+        pytest.param("fp8", 24, marks=pytest.mark.slow),
+    ],
+)
 def test_latent_vectors(dtype: str, head_dim: int) -> None:
     """All heads of a token at once, or few of them, where a row alone is cut by its heads."""
     whole = numbers(1, TOKENS, 2 * HEADS, 2 * head_dim)

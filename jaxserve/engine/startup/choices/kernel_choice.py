@@ -105,12 +105,13 @@ def choose_kernels(
     )
     activations = activations_in(platform, dtype)
     pool_heads = sharding.pool_kv_heads(shape, model.shards)
+    likely = choose_cache_dtype(cache.dtype, activations)
     wanted = KernelShape(
         shape.num_heads // model.shards,
         pool_heads // model.shards,
-        shape.head_dim,
+        shape.cached_dim(likely),
         scheduling.block_size,
-        choose_cache_dtype(cache.dtype, activations),
+        likely,
         shape.sinks,
         shape.halves,
     )
@@ -121,7 +122,7 @@ def choose_kernels(
         read = PROJECTED  # absorbed reading has other sums than that of K and V
     suits = cached_in(platform, dtype, backend, hidden=read is not None)
     cached = choose_cache_dtype(cache.dtype, suits)
-    _check_cache(platform, backend, cached, activations, latent=shape.latent is not None)
+    _check_cache(platform, backend, cached, activations)
     groups = scheduling.groups
     if groups is not None:
         groups = groups.for_pool(shape, pool_heads, scheduling.block_size, cached)
@@ -175,16 +176,9 @@ def _backend(wanted: str, shape: KernelShape, read: str | None) -> tuple[str, st
     return name, read
 
 
-def _check_cache(
-    platform: str, backend: str, cached: jnp.dtype, activations: jnp.dtype, *, latent: bool
-) -> None:
-    """ConfigError for a dtype of the pool that cannot be served, or badly. latent: whether it holds
-    latent vectors."""
+def _check_cache(platform: str, backend: str, cached: jnp.dtype, activations: jnp.dtype) -> None:
+    """ConfigError for a dtype of the pool that cannot be served, or badly."""
     wanted = f"cache.dtype: {cached.name}"
-    if latent and cached.itemsize == 1:
-        raise ConfigError(
-            f"{wanted}: latent caches are kept in 16 or 32 bits; take auto, bfloat16 or float32"
-        )
     if platform in GPUS and cached.itemsize == 1 and activations.itemsize > 2:
         raise ConfigError(f"{wanted} needs model.dtype=bfloat16 or float16 on GPUs")
     if platform == "cpu" and backend == "xla" and cached not in (jnp.float32, jnp.int8):

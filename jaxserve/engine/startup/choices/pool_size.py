@@ -104,12 +104,12 @@ def pool_room(
     Raises:
         ConfigError: it does not fit. The message says what would.
     """
-    layers = pool_layers(config, demand.groups)
+    layers, width = pool_layers(config, demand.groups), config.cached_dim(dtype)
     block = block_bytes(
         layers,
         pool_heads // shards,
         demand.block_size,
-        config.head_dim,
+        width,
         dtype,
         platform or jax.default_backend(),
     )
@@ -145,7 +145,7 @@ def pool_room(
         )
     gap = (0, 0)
     if (platform or jax.default_backend()) in GPUS and jnp.dtype(dtype).itemsize == 1:
-        numbers = layers * pool_heads // shards * demand.block_size * config.head_dim
+        numbers = layers * pool_heads // shards * demand.block_size * width
         gap = (MOST_NARROW // numbers, 2 * MOST_NARROW // numbers)
     return Room(fits, left // block, gap)
 
@@ -241,8 +241,7 @@ def moving_workspace(
         heads: KV heads on each device.
         groups: as in `Demand`.
     """
-    slot = slot_bytes(pool_layers(config, groups), heads, config.head_dim, dtype)
-    return STAGED_SLOTS * slot if moves else 0
+    return STAGED_SLOTS * _slot_bytes(config, dtype, heads, groups) if moves else 0
 
 
 def host_slots(
@@ -271,7 +270,13 @@ def host_slots(
             f"cache.host_gib={gib:g}: the policy makes no checkpoints, and without "
             "cache.prefix_caching, or where layers have windows or states, nothing else goes there"
         )
-    return int(gib * GIB // slot_bytes(pool_layers(config, groups), heads, config.head_dim, dtype))
+    return int(gib * GIB // _slot_bytes(config, dtype, heads, groups))
+
+
+def _slot_bytes(
+    config: ModelConfig, dtype: DTypeLike, heads: int, groups: LayerGroups | None
+) -> int:
+    return slot_bytes(pool_layers(config, groups), heads, config.cached_dim(dtype), dtype)
 
 
 def _workspace(demand: Demand, config: ModelConfig, shards: int, item: int) -> int:
