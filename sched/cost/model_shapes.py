@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 WIDE = "16-bit"
 # By `model.quantization`; int4 has a 16-bit scale per 32 weights, the others one per output.
 WEIGHT_BYTES = {WIDE: 2.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5 + 2 / 32}
-# By `cache.dtype`: bytes per number of K, V or a hidden vector, and per scale of a head.
+# By `cache.dtype`: bytes per number of K, V or a hidden vector, and per scale of a head. What is
+# not the latent vector of latent attention always has 16 bits.
 CACHE_BYTES = {WIDE: (2, 0), "fp8": (1, 0), "int8": (1, 4)}
+WHOLE = "whole"  # K and V of all heads, 16-bit, in place of latent vectors: `Model.with_whole_keys`
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,17 @@ class Model:
         """Elements of one token's keys and values that a query head multiplies."""
         return 2 * self.head_dim + self.latent
 
+    def with_whole_keys(self) -> Model:
+        """The model of latent vectors with K and V of each head in its cache, both as wide as K, as
+        engines without absorbed attention keep them.
+
+        Raises:
+            ValueError: It has no latent vectors.
+        """
+        if not self.latent:
+            raise ValueError("K and V are whole as they are: only latent vectors can be made so")
+        return replace(self, latent=0, kv_heads=self.heads, head_dim=128 + 64)
+
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one token's hidden vector in one layer."""
@@ -141,7 +154,8 @@ class Model:
     def _vector_bytes(self) -> int:
         """Bytes of a head's vector in the cache."""
         number, scale = CACHE_BYTES[self.cache]
-        return number * self.head_dim + scale
+        wide = self.head_dim - self.latent // 2 if self.latent else 0
+        return number * (self.head_dim - wide) + CACHE_BYTES[WIDE][0] * wide + scale
 
 
 def _of_latent(d_model: int, heads: int) -> int:

@@ -22,6 +22,7 @@ from jaxserve.sched.cost.model_shapes import (
     CACHE_BYTES,
     MODELS,
     WEIGHT_BYTES,
+    WHOLE,
     WIDE,
     Model,
 )
@@ -73,8 +74,6 @@ def scale(model: Model, device: Device, name: str = "", hidden_read: str = "auto
     Raises:
         ValueError: The weights do not fit, or the model does not support the read or the cache.
     """
-    if model.latent and model.cache != WIDE:
-        raise ValueError(f"{name or 'the model'}: latent vectors have 16 bits in the cache")
     n = device.count
     flops, bandwidth = device.flops * n, device.bandwidth * n * READ_EFFICIENCY
     room = device.memory * n * _MEMORY_FOR_USE - model.param_bytes
@@ -173,7 +172,7 @@ def system(name: str, hidden_read: str = "auto") -> System:
         name: A preset, `MODEL@DEVICE` or `MODEL@4xDEVICE` of the known ones, or the path of a
             profile. `MODEL:int4@DEVICE` has quantised weights, see `WEIGHT_BYTES`, without that
             those of its checkpoint; `MODEL:kv-int8@DEVICE` has a quantised cache, see
-            `CACHE_BYTES`; both may be.
+            `CACHE_BYTES`, or with `kv-whole` one of another shape, see `WHOLE`; both may be.
         hidden_read: How hidden caches are read, see `hidden_read_of`. Only for MODEL@DEVICE:
             presets have no hidden caches, and profiles those that they were measured with.
 
@@ -197,7 +196,10 @@ def system(name: str, hidden_read: str = "auto") -> System:
             try:
                 shape = MODELS[model]
                 weights, cache = how
-                shape = dataclasses.replace(shape, weights=weights or shape.weights, cache=cache)
+                shape = dataclasses.replace(shape, weights=weights or shape.weights)
+                if cache == WHOLE:
+                    shape, cache = shape.with_whole_keys(), WIDE
+                shape = dataclasses.replace(shape, cache=cache)
                 return scale(shape, many, name, hidden_read)
             except ValueError as error:
                 raise UnknownSystem(str(error)) from error
@@ -206,7 +208,8 @@ def system(name: str, hidden_read: str = "auto") -> System:
     raise UnknownSystem(
         f"there is no system {name!r}{hint}. Give MODEL@DEVICE or MODEL@4xDEVICE with a model of "
         f"{', '.join(MODELS)} and a device of {', '.join(DEVICES)}, MODEL:int8, :int4 or :fp8 for "
-        "quantised weights, :kv-int8 or :kv-fp8 for a quantised cache, or a profile's path (.json)"
+        "quantised weights, :kv-int8 or :kv-fp8 for a quantised cache, :kv-whole for K and V in "
+        "place of latent vectors, or a profile's path (.json)"
     )
 
 
@@ -215,7 +218,7 @@ def _stored(text: str) -> tuple[str, str] | None:
     for what there is not."""
     weights, cache = "", WIDE
     for one in filter(None, text.split(":")):
-        if one.startswith("kv-") and one[3:] in CACHE_BYTES and cache == WIDE:
+        if one.startswith("kv-") and one[3:] in (*CACHE_BYTES, WHOLE) and cache == WIDE:
             cache = one[3:]
         elif one in WEIGHT_BYTES and not weights:
             weights = one

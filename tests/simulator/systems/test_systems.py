@@ -214,8 +214,18 @@ def test_latent_vectors_are_on_every_device() -> None:
     assert a.decode_kv == a.prefill_m
     many = scale(replace(shape, heads=128), DEVICES["h200"]).cost_model.coefficients
     assert many.decode_kv == pytest.approx(2 * many.prefill_quad) and many.decode_kv > a.decode_kv
-    with pytest.raises(UnknownSystem, match="latent vectors have 16 bits"):
-        system("deepseek-v2-lite:kv-int8@h200")
+    # 512 numbers of 8 bits, a scale for each half, and 64 of 16.
+    for dtype, number in (("fp8", 512 + 2 * 64), ("int8", 512 + 2 * 4 + 2 * 64)):
+        assert replace(shape, cache=dtype).kv_bytes == number
+        small = system(f"deepseek-v2-lite:kv-{dtype}@h200")
+        assert small.kv_tokens == int(left // (27 * number))
+        assert small.cost_model.coefficients.prefill_m == pytest.approx(a.prefill_m * number / 1152)
+    # K and V of 16 heads, both as wide as K.
+    whole = system("deepseek-v2-lite:kv-whole@h200")
+    assert whole.kv_tokens == int(left // (324 << 10))
+    assert whole.cost_model.coefficients.prefill_quad < b.prefill_quad
+    with pytest.raises(UnknownSystem, match="only latent vectors can be made so"):
+        system("llama-3-8b:kv-whole@h200")
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b@a1000", "gpt@a100", "nothing", "llama-2-7b@0xa100"])
