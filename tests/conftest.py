@@ -1,8 +1,11 @@
-"""Before anything imports jax: how tests compile. Then which examples Hypothesis takes."""
+"""Before anything imports jax: how tests compile. Then which examples Hypothesis takes, and what
+the garbage collector goes through."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 
 import tests.compiling  # noqa: F401  isort: skip
 
@@ -12,9 +15,21 @@ from hypothesis import settings
 # In CI the same examples every time: a new one that fails is for a developer's run to find. Nearly
 # the same: Hypothesis also draws constants of the modules that are loaded, which the tests before
 # decide. No deadlines anywhere: they measure the machine.
-settings.register_profile("default", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+settings.register_profile("default", deadline=None, max_examples=50)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: a million objects, through all of which the garbage
+    collector would go again and again, meanwhile and later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 # The simulator's compiled loop takes most of a minute to compile, and whoever else needs it waits.
