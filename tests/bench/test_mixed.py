@@ -29,6 +29,7 @@ FEW = (
 )
 
 
+@pytest.mark.slow
 def test_every_turn_is_served_and_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

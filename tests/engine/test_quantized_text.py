@@ -35,7 +35,10 @@ def write_wide(folder: Path, shape: Path, how: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("family", "how"), [("opt", "int4:group=32,zero"), ("moe", "int8")])
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [("opt", "int4:group=32,zero"), pytest.param("moe", "int8", marks=pytest.mark.slow)],
+)
 def test_text_is_that_of_its_wide_weights(tmp_path: Path, family: str, how: str) -> None:
     shape = write_shape(tmp_path, family)
     wide = write_wide(tmp_path / "wide", shape, how)

@@ -19,6 +19,7 @@ from tests.engine.harness import box, send
 COUNT = 16  # prompts
 
 
+@pytest.mark.slow
 def test_perplexity_is_nearly_that_of_a_wide_cache() -> None:
     """Of stories that the model in the box tells, by an engine's own steps."""
     fields: dict[str, Any] = {

@@ -26,7 +26,7 @@ from tests.exact.questions import POOLING, SAMPLING, Question, alone
 
 KIND = "whole, bfloat16"
 MINUTES = float(os.environ.get("JAXSERVE_FUZZ_MINUTES", "0"))
-EXAMPLES = 40 if MINUTES else 12  # a time
+EXAMPLES = 40 if MINUTES else 5  # a time
 SHARE = 8  # of those minutes, in which other tests run, too
 
 

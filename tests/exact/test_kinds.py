@@ -25,22 +25,21 @@ FIELDS: dict[str, Any] = {
     "engine__row_buckets": (1, 8),
     "engine__token_buckets": (16, 64),
 }
-FEW = (  # in `make test`; of the others each has something of one of these
-    "gemma3",
-    "gpt_oss",
+# In `make test`, as windows and states are by test_windows.py and test_states.py.
+QUICK = (
     "deepseek_v2, cache of int8",
-    "qwen3_next, bfloat16",
     "qwen3, bfloat16",
     "whole moe, bfloat16",
     "whole, int8",
     "whole, cache of int8",
-    "gguf",
 )
+# Of the others each has something of one of these.
+FEW = (*QUICK, "gemma3", "gpt_oss", "qwen3_next, bfloat16", "gguf")
 
 
 @pytest.mark.promise(45)
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in FEW else pytest.mark.slow) for k in KINDS]
+    "kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS]
 )
 def test_whatever_becomes_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fields = KINDS[kind]
@@ -64,7 +63,7 @@ def test_whatever_becomes_of_it(kind: str, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("number", range(2))
 def test_as_users_compile_it(number: int) -> None:
     """XLA's passes, and LLVM's, decide what is added first; tests go without most of them. Half of
-    the kinds that are in `make test` or in another dtype than float32."""
+    the kinds that are among the few or in another dtype than float32."""
     if AS_USERS_HAVE_IT in os.environ:
         pytest.skip("this is such a process")
     kinds = [kind for kind in KINDS if kind in FEW or "," in kind][number::2]

@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], int]] = {
     "5": ("qwen3_5", BFLOAT16, 150),
     "next, int8": ("qwen3_next", {"cache__dtype": "int8"}, 190),
 }
-QUICK = {"next": ("preempted in chunks", "swapped out"), "5": ("prompts in chunks of 7",)}
+QUICK = {"next": ("preempted in chunks", "swapped out")}
 Kept = Callable[[str], tuple[Path, dict[str, Any], list[Any]]]
 
 

@@ -44,7 +44,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 QUICK = {
     WIDE: (
-        "prompts token by token",
         "preempted in chunks",
         "swapped out",
         "with room for adapters",

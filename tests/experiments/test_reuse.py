@@ -41,6 +41,7 @@ def test_what_is_saved_is_priced_by_depth(work: Workload) -> None:
     assert found.saved == 2.0 * found.found
 
 
+@pytest.mark.slow
 def test_parts_go_between_their_markers(tmp_path: Path) -> None:
     page = tmp_path / "reuse.md"
     parts = (f"{BEGIN.format('reuse', name)}stale\n{END}" for name in ("figures", "retention"))

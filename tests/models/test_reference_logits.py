@@ -179,7 +179,9 @@ def test_paged_logits_as_users_have_them(name, block_size, rows, tokens):
     np.testing.assert_allclose(np.stack(got), case.logits, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama2", "deepseek_v2_lite"])
+@pytest.mark.parametrize(
+    "name", ["llama2", pytest.param("deepseek_v2_lite", marks=pytest.mark.slow)]
+)
 def test_paged_logits_of_bfloat16_weights_and_cache_are_as_near_as_that_allows(name):
     """As CPUs serve it where numba is."""
     case = load_reference(name)

@@ -15,8 +15,10 @@ from jaxserve.pallas_kernels import HIDDEN, KV, KernelShape, get_backend, unsupp
 from jaxserve.pallas_kernels.pool import FLOAT8, cached_width
 from tests.pallas_kernels.batches import Shape
 
-# Cases that add the least to the others, where compiling for an interpreter takes long.
+# Cases that add the least to the others, where compiling for an interpreter takes long; and where
+# numba does, which has the same kernel for any shape of one head_dim and pool.
 SLOW = ("mixed", "float8", "latent-float8")
+SLOW_BY_NUMBA = ("float8", "latent-mixed", "latent-float8")
 # Those of other devices are interpreted. How many drawn batches a test has: GPUs are interpreted
 # slowly, TPUs an instruction at a time.
 BACKENDS = {"xla": 3, "numba": 3, "triton-interpret": 2, "tpu-interpret": 1}
@@ -168,7 +170,8 @@ def backends_with(purpose: str) -> list[str]:
 
 
 def _marks(backend: str, case: Case) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.slow] if case.name in SLOW and backend.endswith("interpret") else []
+    slow = SLOW if backend.endswith("interpret") else SLOW_BY_NUMBA if backend == "numba" else ()
+    return [pytest.mark.slow] if case.name in slow else []
 
 
 def on_backends(names: Sequence[str], purpose: str, kind: int = KV) -> list[ParameterSet]:

@@ -34,13 +34,13 @@ def at_edges(found: list[ParameterSet]) -> list[ParameterSet]:
     edge with one of the cases that it is of, in turn, none of them slow."""
     having: dict[tuple[Any, ...], list[ParameterSet]] = {}
     for one in found:
-        if one.marks:
-            continue
         *of, case = one.values
+        if one.marks and of[-1].endswith("interpret"):
+            continue
         for edge in edges_of(case):
             having.setdefault((*of, edge), []).append(one)
     return [
-        pytest.param(*one.values, edge, id=f"{one.id}-{edge.__name__}")
+        pytest.param(*one.values, edge, id=f"{one.id}-{edge.__name__}", marks=one.marks)
         for turn, ((*of, edge), ones) in enumerate(having.items())
         for one in ([ones[turn % len(ones)]] if of[-1].endswith("interpret") else ones)
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -107,7 +108,7 @@ def test_which_chunks_it_takes(
     pool = jax.ShapeDtypeStruct((1, shape.blocks, 1, 32, 64), "bfloat16")
     options: dict[str, Any] = {"sliding_window": window, "decode_only": False}
     plans = [
-        plan_attention(pool, batch, 2, backend=name, **options).chunks
+        jax.eval_shape(partial(plan_attention, pool, batch, 2, backend=name, **options)).chunks
         for name in (BACKEND, "triton-interpret")
     ]
     sizes = [jax.tree.map(jax.numpy.shape, both) for both in zip(*plans, strict=True)]
@@ -128,8 +129,9 @@ def test_either_kind_of_step_can_be_tritons(name: str, ours: tuple[bool, bool]) 
     steps = (PAGES.shape, True), (shape, False)
     for (sized, decode_only), mine in zip(steps, ours, strict=True):
         batch = (edges.edges_of_blocks if decode_only else edges.prompt)(sized, KV)
+        options: dict[str, Any] = {"decode_only": decode_only}
         plans = [
-            plan_attention(pool, batch, 2, decode_only=decode_only, backend=one)
+            jax.eval_shape(partial(plan_attention, pool, batch, 2, backend=one, **options))
             for one in (name, "triton")
         ]
         same = jax.tree.map(jax.numpy.shape, plans[0]) == jax.tree.map(jax.numpy.shape, plans[1])

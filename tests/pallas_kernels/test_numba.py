@@ -31,7 +31,7 @@ from tests.pallas_kernels.edges import Edge
 
 M_PERTURB = -6  # of glibc's mallopt: new and freed memory are filled with what it is given
 # Groups of heads and a head_dim that fill no whole vectors; tiles of queries and of context.
-LONG = Case("long", Shape(6, 2, head_dim=40, rows=4, width=20, tokens=150), window=40, cap=2.0)
+LONG = Case("long", Shape(6, 2, head_dim=64, rows=4, width=20, tokens=150), window=40, cap=2.0)
 WHOLE = Case("whole", Shape(4, 4, head_dim=64, rows=4, width=20, tokens=150))
 needs_vectors = pytest.mark.skipif(
     not has_vectors(), reason="this processor has no vectors of 512 bits"

@@ -82,7 +82,7 @@ def test_a_write_looks_at_no_more_slots_than_it_fills() -> None:
     rows, sides = [(9, 1), (16, 10), (10, 1)], [LEFT, LEFT, RIGHT]
     batch = make_batch(shape, rows, sides, 0, np.random.default_rng(0))
     pool = jnp.zeros((1, shape.blocks, 2, shape.block_size, 64))
-    plan = plan_write(pool, batch, hidden=False, backend="tpu-interpret").values
+    plan = jax.jit(partial(plan_write, hidden=False, backend="tpu-interpret"))(pool, batch).values
     spans = plan.span.T[: int(plan.number)].tolist()
     assert sorted(spans) == sorted([[0, 1], [6, 8], [0, 8], [6, 7]] * 2)
 
@@ -151,10 +151,11 @@ def test_attention_does_what_its_plan_says(attention: Attention) -> None:
     queries, pool, layer, _, *rest = attention.arguments(PLANNED, batch, 1)
     options: dict[str, Any] = {"sliding_window": 9, "backend": "tpu-interpret"}
     if attention is ABSORBED:
-        plan = plan_absorbed(pool, batch, 2, **options)
+        plans = partial(plan_absorbed, num_heads=2, **options)
     else:
         options |= {"kind": attention.kind, "decode_only": False}
-        plan = plan_attention(pool, batch, 2, **options)
+        plans = partial(plan_attention, num_heads=2, **options)
+    plan = jax.jit(plans)(pool, batch)
     other = dataclasses.replace(batch, context_lens=batch.context_lens // 2)
     function = partial(attention.function, **attention.step_options(PLANNED))
     options = attention.options(PLANNED)
@@ -169,7 +170,7 @@ def test_a_write_does_what_its_plan_says() -> None:
     kinds = [KV, HIDDEN]
     batch = make_batch(shape, [(20, 1), (33, 17)], [LEFT, RIGHT], 1, rng, kinds=kinds)
     pool = make_pool(shape, batch, rng, "bfloat16")
-    plan = plan_write(pool, batch, hidden=True, backend="tpu-interpret")
+    plan = jax.jit(partial(plan_write, hidden=True, backend="tpu-interpret"))(pool, batch)
     other = dataclasses.replace(batch, tables=jnp.zeros_like(batch.tables))
     k, v, x = (vectors(shape, 2, rng, np.float32) for _ in range(3))
     got = put("tpu-interpret", pool, jnp.int32(1), k, v, other, x=x, plan=plan)
@@ -185,7 +186,7 @@ def test_two_cores_absorb_about_as_much_context(contexts: list[int]) -> None:
     rng, kinds = np.random.default_rng(0), [HIDDEN] * len(rows)
     batch = make_batch(shape, rows, [LEFT] * len(rows), len(rows), rng, kinds=kinds)
     pool = jnp.zeros((1, shape.blocks, 2, shape.block_size, 64))
-    plan = plan_absorbed(pool, batch, 2, backend="tpu-interpret")
+    plan = jax.jit(partial(plan_absorbed, num_heads=2, backend="tpu-interpret"))(pool, batch)
     items = np.asarray(plan.rows.work.items)[:, : len(rows)]
     chunks = (items[END] - items[BEGIN]).tolist()
     of_rows, of_chunks = (np.asarray(shares.cuts) for shares in (plan.rows, plan.chunks))

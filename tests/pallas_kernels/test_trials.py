@@ -23,7 +23,7 @@ def _in_place_of_numba(monkeypatch: pytest.MonkeyPatch, attend: Callable[..., ja
     monkeypatch.setattr(backends, "_load", lambda name: other if name == "numba" else load(name))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_backends_take_turns_and_the_least_counts(
     dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,7 +133,7 @@ def test_texts_are_the_same_whatever_is_planned() -> None:
 def test_it_finds_what_accepted_drafts_have_filled() -> None:
     """Turns are far apart, so each finds all of the one before it, drafted or not; but for a block
     that its last step has filled, as its keys are not told any more."""
-    spec = WorkloadSpec("conversation", 40, rate=0.05, guessable=Chances(0.8, 0.8))
+    spec = WorkloadSpec("conversation", 20, rate=0.05, guessable=Chances(0.8, 0.8))
     work = spec.make_workload(0)
     plain, drafting = (run(name, work, prefix_caching=True) for name in ("sarathi", "sarathi+spec"))
     assert plain.requests.found is not None and drafting.requests.found is not None

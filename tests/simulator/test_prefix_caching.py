@@ -58,8 +58,8 @@ def test_what_is_found_takes_no_time() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        *("sarathi", "bros", "aptserve"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("goodput", "fastserve")),
+        *("sarathi", "aptserve"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("bros", "goodput", "fastserve")),
     ],
 )
 def test_what_there_is_room_for_is_found(policy: str) -> None:
@@ -72,7 +72,7 @@ def test_what_there_is_room_for_is_found(policy: str) -> None:
     assert result.requests.found is not None and result.requests.found.sum() > 0
 
 
-@pytest.mark.parametrize("name", ["slo", "prefix_affinity"])
+@pytest.mark.parametrize("name", [pytest.param("slo", marks=pytest.mark.slow), "prefix_affinity"])
 def test_routers_send_conversations_back(name: str) -> None:
     work = drawn("conversation", 120, 2.0)
     there = {"replicas": 4, "interval": 0.5, "age": 0.1, "loss": 0.2}
@@ -98,6 +98,7 @@ def test_without_prefix_caching_affinity_is_least_loaded() -> None:
     assert (one.requests.replica == other.requests.replica).all()
 
 
+@pytest.mark.slow
 def test_host_memory_keeps_what_leaves_the_pool_where_that_pays() -> None:
     work, target = drawn("conversation", 60, 1.0), 2**20
 

@@ -79,7 +79,10 @@ def test_the_model_has_learned_the_grammar(model, tokenizer):
     assert float(loss) < 1.0
 
 
-@pytest.mark.parametrize("prompt", ["Once upon a time", "One day, a little fox"])
+@pytest.mark.parametrize(
+    "prompt",
+    ["Once upon a time", pytest.param("One day, a little fox", marks=pytest.mark.slow)],
+)
 def test_greedy_text_is_a_story_that_ends(model, tokenizer, prompt):
     config, params = model
     text = generate.generate(params, config, tokenizer, prompt)

@@ -40,6 +40,7 @@ def same(left, right):
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_one_seed_one_model(hf, tokenizer):
     first, second = run(hf, tokenizer), run(hf, tokenizer)
     assert [loss for _, loss in first] == [loss for _, loss in second]

@@ -104,7 +104,11 @@ def test_the_workflow_calls_commands_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "package"), [("", "jaxserve_llm", "jaxserve"), ("lab", *["jaxserve_lab"] * 2)]
+    ("place", "name", "package"),
+    [
+        pytest.param("", "jaxserve_llm", "jaxserve", marks=pytest.mark.slow),
+        ("lab", *["jaxserve_lab"] * 2),
+    ],
 )
 def test_the_sdist_makes_the_wheel_that_the_clone_makes(
     place: str, name: str, package: str, tmp_path: Path

@@ -215,6 +215,7 @@ def test_what_is_no_url(url: str) -> None:
         Address.parse(url)
 
 
+@pytest.mark.slow
 def test_a_twin_at_other_rates(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["twin", f"--url={url}", "--fit=40,60", "--workload=alpaca", "--num_requests=60"]
     assert bench.main([*argv, "--predict=40,50"]) == 2

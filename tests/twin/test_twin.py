@@ -110,6 +110,7 @@ def test_the_way_to_the_server_and_back(overlap: bool, tmp_path: Path) -> None:
     assert made.tbt[0] == pytest.approx(without.tbt[0])
 
 
+@pytest.mark.slow
 def test_a_server_that_plans_one_step_after_the_other() -> None:
     """Its device is idle before each step: what the first step of a pause takes longer is no part
     of the others."""

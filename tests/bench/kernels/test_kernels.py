@@ -54,6 +54,7 @@ def test_the_command_measures_every_kernel(quick: None, capsys: pytest.CaptureFi
     assert result["workload"]["context"] == 20
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_shows_how_far_it_is(
     quick: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

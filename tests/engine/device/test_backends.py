@@ -52,7 +52,9 @@ SMALL = {
     ],
 )
 @pytest.mark.parametrize(
-    "shape", [SHAPE, GEMMA, GPT_OSS, DEEPSEEK], ids=lambda shape: shape["model_type"]
+    "shape",
+    [SHAPE, GEMMA, *(pytest.param(one, marks=pytest.mark.slow) for one in (GPT_OSS, DEEPSEEK))],
+    ids=lambda shape: shape["model_type"],
 )
 def test_greedy_text_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, shape: dict[str, Any]

@@ -99,7 +99,10 @@ def told(streams: list[Stream]) -> list[list[tuple[int, list[tuple[int, int]]]]]
 
 
 @pytest.mark.promise(45)
-@pytest.mark.parametrize(("model", "cache"), [("opt", "int8"), ("qwen3", "float32")])
+@pytest.mark.parametrize(
+    ("model", "cache"),
+    [pytest.param("opt", "int8", marks=pytest.mark.slow), ("qwen3", "float32")],
+)
 def test_log_probabilities_do_not_tell_the_cache(
     folders: dict[str, Path], model: str, cache: str
 ) -> None:

@@ -278,6 +278,7 @@ def test_an_engine_without(roomy: Engine, folders: dict[str, Path]) -> None:
     assert not any(layout.lora for layout in roomy.executor.buckets.all())
 
 
+@pytest.mark.slow
 def test_quantised_base(shapes: dict[str, Path], folders: dict[str, Path], tmp_path: Path) -> None:
     """Weights of few bits, and adapters beside them that are not."""
     wide = write_wide(tmp_path / "wide", shapes["opt"], "int8")

@@ -36,6 +36,7 @@ def test_chats_beside_agents_are_of_no_program() -> None:
     assert set(made.ttft[chats].tolist()) == {1.0}
 
 
+@pytest.mark.slow
 def test_the_tables_go_between_the_markers_and_are_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -167,10 +168,11 @@ def test_a_plan_made_once_serves_every_layer(attention: Attention, case: Case) -
     queries, pool, _, *rest = attention.arguments(case, batch, 1)
     given = {"sliding_window": case.window, "backend": BACKEND}
     if attention is ABSORBED:
-        plan = plan_absorbed(pool, batch, queries.shape[1], **given)
+        plans = functools.partial(plan_absorbed, num_heads=queries.shape[1], **given)
     else:
         given |= {"kind": attention.kind, "decode_only": case.shape.decode_only}
-        plan = plan_attention(pool, batch, queries.shape[1], **given)
+        plans = functools.partial(plan_attention, num_heads=queries.shape[1], **given)
+    plan = jax.jit(plans)(pool, batch)
     options = attention.step_options(case) | {"backend": BACKEND}
     planned = jax.jit(lambda plan, *given: attention.function(*given, plan=plan, **options))
     alone = jax.jit(lambda *given: attention.function(*given, **options))

@@ -152,7 +152,13 @@ def skip_without_compiler() -> None:
         pytest.skip("this jaxlib lowers Triton kernels only with its CUDA plugin")
 
 
-@pytest.mark.parametrize("geometry", [OPT_13B, LLAMA_3_8B], ids=["opt-13b", "llama-3-8b"])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        pytest.param(OPT_13B, id="opt-13b"),
+        pytest.param(LLAMA_3_8B, id="llama-3-8b", marks=pytest.mark.slow),
+    ],
+)
 def test_attention_and_writes_lower(geometry: Geometry) -> None:
     skip_without_compiler()
     heads = 40 if geometry is OPT_13B else 32

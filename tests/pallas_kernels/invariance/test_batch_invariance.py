@@ -117,10 +117,10 @@ def test_products(shape: tuple[int, int], transposed: bool, dtype: Any) -> None:
     ("bits", "groups", "beside", "inputs"),
     [
         (8, 1, None, None),
-        (8, 2, None, "bfloat16"),
-        (4, 4, "zero", None),
+        pytest.param(8, 2, None, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(4, 4, "zero", None, marks=pytest.mark.slow),
         (4, 4, "minimum", "bfloat16"),
-        (8, 4, "minimum", None),
+        pytest.param(8, 4, "minimum", None, marks=pytest.mark.slow),
         (8, 5, None, "bfloat16"),
     ],
 )

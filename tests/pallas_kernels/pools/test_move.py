@@ -28,6 +28,7 @@ SLOW = (
     ("triton-interpret", FLOAT8),
     ("tpu-interpret", FLOAT8),
     ("tpu-interpret", "float32"),
+    ("tpu-interpret", "int8"),
 )
 POOLS = [
     pytest.param(
@@ -35,7 +36,8 @@ POOLS = [
         size,
         dtype,
         id=f"{backend}-{dtype}",
-        # Interpreting takes long; float8 moves as int8 does, and on TPUs float32 as bfloat16.
+        # Interpreting takes long; float8 moves as int8 does, on TPUs float32 as bfloat16, and
+        # int8 by test_moves_in_pieces.
         marks=[pytest.mark.slow] if (backend, dtype) in SLOW else [],
     )
     for backend in backends_with("move")

@@ -129,7 +129,7 @@ def test_kernel_of_gpus(sizes):
     np.testing.assert_allclose(got, want, atol=1e-5 * max(1, np.abs(want).max()))
 
 
-@settings(max_examples=10, deadline=None)  # each shape is compiled
+@settings(max_examples=4, deadline=None)  # each shape is compiled
 @given(
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     behind=st.integers(0, 20),

@@ -17,7 +17,7 @@ OWNER = np.array([2] * 8 + [0] * 8 + [1] * 16 + [4] * 8 + [0] * 8, np.int32)
 TOLERANCE = 1e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @given(data=st.data())
 @settings(max_examples=6, deadline=None)
 def test_products(dtype: str, data: st.DataObject) -> None:
@@ -52,9 +52,9 @@ def test_products(dtype: str, data: st.DataObject) -> None:
 
 
 def test_what_it_does_not_take() -> None:
-    y, x, b = jnp.zeros((2, 8)), jnp.zeros((2, 16)), [jnp.zeros((8, 8))]
+    y, x, b = jnp.zeros((2, 8)), jnp.zeros((2, 32)), [jnp.zeros((8, 8), jnp.bfloat16)]
     numbers, owner = jnp.zeros(2, jnp.int32), jnp.zeros(8, jnp.int32)
-    a = jnp.zeros((8, 1, 16))
+    a = jnp.zeros((8, 1, 32), jnp.bfloat16)
     assert add_low_rank(y, x, a, b, numbers, owner) is not None
     assert add_low_rank(y, x[:, :8], a[..., :8], b, numbers, owner) is None
     assert add_low_rank(y, x, a.astype(jnp.float16), b, numbers, owner) is None

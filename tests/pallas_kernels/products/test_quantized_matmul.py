@@ -26,10 +26,10 @@ KERNELS = {"gpu": gpu, "tpu": tpu}
     ("scheme", "inputs", "rows"),
     [
         (Scheme("int4", 32, True, "bfloat16"), 512, 5),
-        (Scheme("int4", 128, False, "float16"), 512, 20),
+        pytest.param(Scheme("int4", 128, False, "float16"), 512, 20, marks=pytest.mark.slow),
         (Scheme("int4", 0, True), 256, 1),
         (Scheme("int8", 64, False, "bfloat16"), 1024, 17),
-        (Scheme("int4", 256), 512, 3),
+        pytest.param(Scheme("int4", 256), 512, 3, marks=pytest.mark.slow),
     ],
     ids=lambda one: f"{one.kind}-{one.group}" if isinstance(one, Scheme) else str(one),
 )
@@ -37,6 +37,7 @@ def test_against_wide_weights(where, scheme, inputs, rows):
     check(where, scheme, inputs, rows)
 
 
+@pytest.mark.slow
 def test_inputs_that_few_turns_divide():
     """33 groups: a turn of GPUs' kernel takes one."""
     check("gpu", Scheme("int4", 32), 1056, 2)
@@ -79,7 +80,7 @@ def test_the_library_multiplies_what_the_weights_stand_for(scheme, dtype):
     ("rows", "by"), [(gpu.LIBRARY_ROWS - 1, gpu.by_kernel), (gpu.LIBRARY_ROWS, gpu.by_library)]
 )
 def test_many_rows_are_for_the_library(rows, by):
-    small = quantize(jnp.ones((512, 128)), Scheme("int4", 32))
+    small = shapes_of((512, 128), Scheme("int4", 32))
     x = jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16)
     assert gpu.choose(x, small.q, small.scale, small.zero, transposed=False).func is by
 
@@ -132,12 +133,16 @@ def test_minimums_are_added_to_what_a_kernel_makes(where, monkeypatch):
         np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=ends, atol=20 * ends)
 
 
+def shapes_of(shape, scheme, **options):
+    return jax.eval_shape(lambda: quantize(jnp.ones(shape), scheme, **options))
+
+
 @pytest.mark.parametrize("where", KERNELS)
 def test_what_is_left_to_xla(where):
     x, choose = jnp.zeros((4, 512)), KERNELS[where].choose
-    single = quantize(jnp.ones((512, 128)), Scheme("int8"))
-    table = quantize(jnp.ones((128, 512)), Scheme("int4", 32), transposed=True)
-    odd = quantize(jnp.ones((512, 8)), Scheme("int4", 32))
+    single = shapes_of((512, 128), Scheme("int8"))
+    table = shapes_of((128, 512), Scheme("int4", 32), transposed=True)
+    odd = shapes_of((512, 8), Scheme("int4", 32))
     for weights, transposed in ((single, False), (table, True), (odd, False)):
         given = (x, weights.q, weights.scale, weights.zero)
         assert choose(*given, transposed=transposed) is None

@@ -273,4 +273,4 @@ class Operations(RuleBasedStateMachine):
 
 
 TestOperations = Operations.TestCase
-TestOperations.settings = settings(max_examples=60, deadline=None)
+TestOperations.settings = settings(max_examples=30, deadline=None)

@@ -36,7 +36,7 @@ def slowly(times: list[float]) -> list[float]:
     return found
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.lists(deliveries, min_size=1, max_size=5))
 def test_all_ways_to_spread_them_agree(requests: list[list[tuple[float, int]]]) -> None:
     all_times = [token_times(came) for came in requests]

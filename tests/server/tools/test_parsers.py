@@ -348,7 +348,7 @@ FRAGMENTS = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     fragments=st.lists(st.sampled_from(FRAGMENTS), max_size=14),
     cuts=st.lists(st.integers(0, 400), max_size=20),

@@ -107,6 +107,7 @@ def test_who_cannot_serve_the_traffic_is_not_ranked(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == f"jaxserve advise: {problem}\n"
 
 
+@pytest.mark.slow
 def test_a_recording(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """On the system that it was served on, with the policy that served it."""
     fields = {"scheduler__policy": "edf", "scheduler__params": {"watermark": "0.05"}}

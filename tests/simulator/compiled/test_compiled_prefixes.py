@@ -98,7 +98,7 @@ def by_what_is_found(**changes: Any) -> UnifiedPolicy:
     replicas=st.sampled_from([1, 1, 2]),
     routing=st.sampled_from(["round_robin", "least_loaded", Routing("slo", prefixes=False)]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_compiled_or_not(
     seed: int,
     policy: str,
@@ -125,7 +125,7 @@ def test_compiled_or_not(
     apart=st.booleans(),
     block_size=st.sampled_from([1, 4]),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_keys_and_phases_of_those_who_find_all_but_a_token(
     seed: int, more: int, mixed: bool, probing: bool, apart: bool, **options: Any
 ) -> None:

@@ -162,7 +162,7 @@ def test_so_many_runs_find_the_same_each_time_and_it_can_be_booked() -> None:
     workload, options = scaled(drawn(4, 20, 200.0), 0.4), {"kv_tokens": 900, "limits": LIMITS}
     with few_first():
         one, same, rows, checked = (
-            simulate(f"{QUICK}:runs=60", workload, SEVEN, **how, **options)
+            simulate(f"{QUICK}:runs=20", workload, SEVEN, **how, **options)
             for how in ({}, {}, {"record_rows": True}, {"checked": True})
         )
     for other in (same, rows, checked):

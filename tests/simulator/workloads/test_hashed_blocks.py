@@ -51,7 +51,7 @@ def test_equal_ids_after_equal_ids_are_shared(tmp_path: Path) -> None:
     np.testing.assert_array_equal(drawn.prefix_of, made.prefix_of)
 
 
-@settings(max_examples=300)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=4), st.integers(1, BLOCK)),

@@ -55,7 +55,7 @@ def tree(found: list[Stream]) -> np.ndarray:
     return np.array(lengths, np.int64).reshape(len(found), len(found))
 
 
-@settings(max_examples=400)
+@settings(max_examples=80)
 @given(workloads(), st.data())
 def test_a_subset_shares_what_it_shared_before(workload: Workload, data: st.DataObject) -> None:
     size = len(workload)
@@ -95,7 +95,7 @@ def test_truncated_prompts_share_what_is_left(workload: Workload, total: int) ->
     np.testing.assert_array_equal(tree(streams(cut))[below], expected[below])
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(workloads(), st.integers(1, 5), st.data())
 def test_blocks_have_one_id_exactly_if_they_and_all_before_are_the_same_tokens(
     workload: Workload, size: int, data: st.DataObject
