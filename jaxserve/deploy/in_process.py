@@ -3,8 +3,8 @@ parts that are ready.
 
 A piece is a list of parts. Those of the HTTP frontend are ASGI messages. Those of the gRPC frontend
 are serialized messages and, if the call has failed or has trailing metadata, a `Status` at the end.
-If an answer can be resumed elsewhere, each piece but the last ends with the mark that says which
-tokens all pieces so far stand for (`server/moves/resume_point.py`).
+If an answer can be resumed elsewhere, each piece but the last ends with a mark that says so, or
+which tokens all pieces so far stand for (`server/moves/resume_point.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.server.grpc.calls import ARRIVED
 from jaxserve.server.moves.passage import PASSAGE, Passage
-from jaxserve.server.moves.resume_point import Mark, Passed, unmarked
+from jaxserve.server.moves.resume_point import Begun, Mark, Passed, unmarked
 
 Parts = AsyncGenerator[list[Any], None]
 OK = grpc.StatusCode.OK.name
@@ -148,13 +148,14 @@ class _Waiting:
     def _whole(self, part: Any) -> bool:
         """Whether a piece ends with this part, and is worth sending."""
         many = len(self._parts) >= _MARKS
-        return isinstance(part, Passed) and (many or bool(unmarked(self._parts)))
+        begins = isinstance(part, Begun)
+        return begins or (isinstance(part, Passed) and (many or bool(unmarked(self._parts))))
 
     def take(self, *, everything: bool) -> list[Any]:
         """The next piece; empty if there is none yet."""
         end = len(self._parts)
         if not everything and self._passage is not None and self._passage.begun:
-            marks = (i for i in range(end, 0, -1) if isinstance(self._parts[i - 1], Passed))
+            marks = (i for i in range(end, 0, -1) if isinstance(self._parts[i - 1], Mark))
             end = next(marks, 0)
         piece, self._parts = self._parts[:end], self._parts[end:]
         return piece

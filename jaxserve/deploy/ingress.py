@@ -3,6 +3,7 @@ replica of the engine answer it, and relays the answer."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -22,6 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from jaxserve.deploy import roster  # not what is in it, which Ray would copy with this class
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import OK, Status
 from jaxserve.deploy.metrics import metrics_page
@@ -68,6 +70,8 @@ class Ingress:
         self._grpc = engine.options(stream=True, method_name="grpc")
         self._sizes = engine.options(method_name="sizes")
         self._body_bytes: int | None = None
+        self._roster, self._relays = roster.ROSTER, set[Relay]()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # HTTP.
 
@@ -132,8 +136,10 @@ class Ingress:
     ) -> AsyncGenerator[Message, None]:
         """The response of a replica."""
         send_to = functools.partial(self._pieces, self._http, routing_request, (scope, body))
-        relay = Relay(send_to, http_response_kind, ResumePoint(arrived=arrived))
-        async with aclosing(relay.pieces()) as pieces:
+        relay = Relay(
+            send_to, http_response_kind, ResumePoint(arrived=arrived), self._roster.leaves
+        )
+        async with self._passing_on(relay) as pieces:
             async for piece in pieces:
                 for message in piece:
                     yield message
@@ -241,8 +247,10 @@ class Ingress:
         try:
             given = (method, raw, metadata, peer)
             send_to = functools.partial(self._pieces, self._grpc, routing_request, given)
-            relay = Relay(send_to, grpc_response_kind, ResumePoint(arrived=arrived))
-            async with aclosing(relay.pieces()) as pieces:
+            relay = Relay(
+                send_to, grpc_response_kind, ResumePoint(arrived=arrived), self._roster.leaves
+            )
+            async with self._passing_on(relay) as pieces:
                 async for piece in pieces:
                     for part in piece:
                         if not isinstance(part, Status):
@@ -255,6 +263,29 @@ class Ingress:
             internal = isinstance(error, RayTaskError)
             code = grpc.StatusCode.INTERNAL if internal else grpc.StatusCode.UNAVAILABLE
             _fail(context, code, str(_problem(error)))
+
+    @contextlib.asynccontextmanager
+    async def _passing_on(self, relay: Relay) -> AsyncGenerator[Pieces, None]:
+        """The relay's pieces. It hears of replicas that are to go."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._roster.listen(self._on_change)
+        self._relays.add(relay)
+        try:
+            async with aclosing(relay.pieces()) as pieces:
+                yield pieces
+        finally:
+            self._relays.discard(relay)
+
+    def _on_change(self) -> None:
+        """On the router's thread."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        for relay in self._relays:
+            relay.look()
 
     async def _pieces(
         self,
@@ -277,7 +308,8 @@ class Ingress:
             ReplicaLost: the replica is lost.
         """
         resume = point.model_dump_json().encode()
-        routing_request = routing_request.after(sum(len(one.tokens) for one in point.outputs))
+        tokens = sum(len(one.tokens) for one in point.outputs)
+        routing_request = routing_request.after(tokens, point.fingerprint)
         named = {ROUTING_REQUEST: routing_request, AVOID: avoided}
         answer = method.remote(*given, resume, **named)
         try:

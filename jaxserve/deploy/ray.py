@@ -41,6 +41,13 @@ _LOOK_BACK_S = 15.0  # replicas report every 10 s
 
 def app(settings: Settings) -> Application:
     """The application. Raises ConfigError for flags that serve.py would not take."""
+    return application(settings, os.urandom(SECRET_BYTES))
+
+
+def application(settings: Settings, secret: bytes) -> Application:
+    """`app` with a secret of its replicas' keys of prompts. All replicas and routers derive the
+    same keys. A new secret comes with new `args`, which replace all replicas anyway; the same one
+    leaves them alone if the settings do. Raises ConfigError likewise."""
     config = replica_config(settings.flags, settings.hosts)
     engine = serve.deployment(
         EngineReplica,
@@ -67,9 +74,6 @@ def app(settings: Settings) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
-    # All replicas and routers derive the same keys of prompts. A new secret comes with new `args`,
-    # which replace all replicas anyway.
-    secret = os.urandom(SECRET_BYTES)
     run = functools.partial(running_engine, block_secret=secret)
     bound = engine.bind(settings.flags, settings.hosts, run, replica_name)
     return ingress.bind(bound, settings.flags, secret)

@@ -13,13 +13,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Literal
 
-from jaxserve.server.moves.resume_point import Answered, ResumePoint
+from jaxserve.server.moves.resume_point import Answered, Begun, ResumePoint
 
 Pieces = AsyncGenerator[list[Any], None]
 RESUME_S = 30.0
 """Seconds within which another replica has to go on with an answer."""
+LEAVE_S = 2.0
+"""Seconds that an answer may still take of a replica that is to go, before another goes on."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a further try
 
 
@@ -51,6 +53,10 @@ class ReplicaLost(RuntimeError):
         self.dead, self.replica = dead, replica
 
 
+class _Left(ReplicaLost):
+    """The replica is to go, and was left."""
+
+
 class Relay:
     """Passes one answer on.
 
@@ -61,6 +67,8 @@ class Relay:
         tells: whether a part of a piece contains any of the answer. Parts before that (headers, for
             example) are held back, so that a retry remains possible.
         point: where the answer begins.
+        leaves: whether the replica of this name is to go, and others can go on with answers of this
+            system fingerprint.
     """
 
     def __init__(
@@ -68,12 +76,16 @@ class Relay:
         send: Callable[[tuple[str, ...], ResumePoint], Pieces],
         tells: Callable[[Any], object],
         point: ResumePoint,
+        leaves: Callable[[str, str], bool] = lambda name, fingerprint: False,
     ) -> None:
         self._send, self._tells, self._answered = send, tells, Answered(point)
+        self._leaves = leaves
         self._held: list[Any] = []
         self._begun = self._repeated = False
         self._avoided: tuple[str, ...] = ()
         self._lost_at, self._tries = 0.0, 0
+        self._alarm: asyncio.Timeout | None = None
+        self._leaving = False
 
     async def pieces(self) -> Pieces:
         """Yields the answer, piece by piece, without the marks.
@@ -85,19 +97,55 @@ class Relay:
             try:
                 answer = self._send(self._avoided, self._answered.point)
                 async with aclosing(answer) as pieces:
-                    async for piece in pieces:
+                    while (piece := await self._next(pieces)) is not None:
                         if passed_on := self._take(piece):
                             yield passed_on
                 if self._held:
                     yield self._held
                 return
+            except _Left as lost:
+                await self._turn(lost, "drained")
             except ReplicaLost as lost:
-                await self._turn(lost)
+                await self._turn(lost, "lost")
+
+    def look(self) -> None:
+        """Turns to another replica in LEAVE_S if the one that answers is to go, and has not ended
+        by then. To be called whenever there may be news of that."""
+        if self._is_to_leave():
+            name = self._answered.replica
+            asyncio.get_running_loop().call_later(LEAVE_S, self._leave, name)
+
+    def _is_to_leave(self) -> bool:
+        answered = self._answered
+        return answered.begun and self._leaves(answered.replica, answered.point.fingerprint)
+
+    def _leave(self, name: str) -> None:
+        if self._answered.replica == name and self._is_to_leave():
+            self._leaving = True
+            if self._alarm is not None:
+                self._alarm.reschedule(asyncio.get_running_loop().time())
+
+    async def _next(self, pieces: Pieces) -> list[Any] | None:
+        """The next piece; None at the end. Raises _Left once the replica is to be left."""
+        try:
+            async with asyncio.timeout(0 if self._leaving else None) as self._alarm:
+                return await anext(pieces, None)
+        except TimeoutError:
+            if not self._leaving:
+                raise
+            self._leaving = False
+            raise _Left("it is being removed", dead=True) from None
+        finally:
+            self._alarm = None
 
     def _take(self, piece: list[Any]) -> list[Any]:
         """The parts that can be passed on now."""
-        self._tries = 0
+        before = self._answered.replica
         parts = self._answered.take(piece)
+        if parts or not isinstance(piece[-1], Begun):
+            self._tries = 0
+        if self._answered.replica != before:
+            self.look()
         self._held += parts
         if not self._begun:
             told = self._answered.has_tokens
@@ -107,21 +155,23 @@ class Relay:
         passed_on, self._held = self._held, []
         return passed_on
 
-    async def _turn(self, lost: ReplicaLost) -> None:
+    async def _turn(self, lost: ReplicaLost, why: Literal["lost", "drained"]) -> None:
         """Gets ready to turn to another replica. Raises the error if none can answer the call."""
+        self._leaving = False
         if lost.replica:
             self._avoided = (*self._avoided, lost.replica)
         if not (self._answered.begun and self._answered.has_tokens):
-            if self._begun or self._repeated or not lost.dead:
+            again = self._repeated and why == "lost"
+            if self._begun or again or not lost.dead:
                 raise lost
-            self._repeated, self._held = True, []
+            self._repeated, self._held = self._repeated or why == "lost", []
             self._answered = Answered(self._answered.point.anew())
             return
         now, point = time.monotonic(), self._answered.point
         if not self._tries:
             self._lost_at = now
             point.moved.append(max(0.0, time.time() - point.arrived))
-            point.why = "lost"
+            point.why = why
         elif now - self._lost_at > RESUME_S:
             raise lost
         else:

@@ -21,7 +21,7 @@ from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
 from jaxserve.deploy.relay import Unserved
 from jaxserve.deploy.replica_stats import ReplicaStats
-from jaxserve.deploy.replicas import SNAPSHOT
+from jaxserve.deploy.replicas import FINGERPRINT, SNAPSHOT
 from jaxserve.deploy.response_kind import (
     ResponseKind,
     first_response_kind,
@@ -34,7 +34,7 @@ from jaxserve.server.access.options import access_settings
 from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.http.transport.protocol import ARRIVED
 from jaxserve.server.moves.passage import CannotResume, Passage
-from jaxserve.server.moves.resume_point import Passed, unmarked
+from jaxserve.server.moves.resume_point import Mark, unmarked
 from jaxserve.server.requests.call_outcome import CallOutcome
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
@@ -170,7 +170,7 @@ class EngineReplica:
         if not resume:
             return None
         try:
-            return Passage(resume, self._engine.info().system_fingerprint)
+            return Passage(resume, self._engine.info().system_fingerprint, self._name)
         except CannotResume as error:
             raise Unserved(str(error), self._name) from None
 
@@ -183,7 +183,7 @@ class EngineReplica:
         told = ResponseKind.NOTHING
         async with contextlib.aclosing(parts):
             async for piece in parts:
-                if passage is not None and not isinstance(piece[-1], Passed):
+                if passage is not None and not isinstance(piece[-1], Mark):
                     self._check(passage)
                 if told is ResponseKind.NOTHING:
                     told = first_response_kind(map(by, unmarked(piece)))
@@ -226,9 +226,10 @@ class EngineReplica:
             raise RuntimeError(requests.failure or requests.stalled)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The snapshot for routers."""
+        """The snapshot for routers, and which answers it can go on with."""
         draining = self._frontends.requests.closed is not None
-        return {SNAPSHOT: self._stats.snapshot(draining=draining).as_dict()}
+        snapshot = self._stats.snapshot(draining=draining).as_dict()
+        return {SNAPSHOT: snapshot, FINGERPRINT: self._engine.info().system_fingerprint}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `ray.scale`."""

@@ -18,8 +18,8 @@ AVOID = "avoid"
 """The keyword argument with the names of replicas that cannot answer the call."""
 NOTHING = RoutingRequest(1)
 """Routing request of a call that generates nothing, or will be refused."""
-SNAPSHOT = "snapshot"
-"""Key of the snapshot in a replica's routing statistics."""
+SNAPSHOT, FINGERPRINT = "snapshot", "fingerprint"
+"""Keys of the snapshot, and of the system fingerprint, in a replica's routing statistics."""
 _PLACES = 8  # at first
 
 
@@ -33,14 +33,25 @@ class Replicas:
         self._router = Router(routing, self._fleet, seed, apart=True)
         self._places: dict[Hashable, int] = {}
         self._heard: dict[Hashable, float] = {}
+        self._fingerprints: dict[Hashable, str] = {}
 
     def __contains__(self, name: Hashable) -> bool:
         return name in self._places
 
-    def update(self, said: Mapping[Hashable, Mapping[str, Any] | None]) -> None:
-        """Updates all replicas by name, with the latest snapshot of each (`Snapshot.as_dict`), or
-        None. A replica on which no request has ended is assumed to have outputs as long as the
-        others': otherwise it would seem to be free at once and get every request."""
+    def update(
+        self,
+        said: Mapping[Hashable, Mapping[str, Any] | None],
+        fingerprints: Mapping[Hashable, str] | None = None,
+    ) -> None:
+        """Updates all replicas by name. One on which no request has ended is assumed to have
+        outputs as long as the others': otherwise it would seem to be free at once and get every
+        request.
+
+        Args:
+            said: the latest snapshot of each (`Snapshot.as_dict`), or None.
+            fingerprints: the system fingerprints of those that have said them.
+        """
+        self._fingerprints = dict(fingerprints or {})
         for name in [name for name in self._places if name not in said]:
             self.lose(name)
         heard = {name: Snapshot(**numbers) for name, numbers in said.items() if numbers}
@@ -57,7 +68,11 @@ class Replicas:
     def choose(self, routing_request: RoutingRequest, now: float) -> Hashable:
         """The replica for a request. now: seconds, on the snapshots' clock. Raises NoReplica if
         there is none."""
-        chosen = self._router.choose(routing_request, now)
+        wanted, known = routing_request.fingerprint, self._fingerprints
+        unlike = [
+            place for name, place in self._places.items() if wanted and known.get(name) != wanted
+        ]
+        chosen = self._router.choose(routing_request, now, unlike)
         return next(name for name, place in self._places.items() if place == chosen)
 
     def sent(self, name: Hashable, routing_request: RoutingRequest, now: float) -> None:

@@ -10,7 +10,15 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST, SNAPSHOT, Replicas
+from jaxserve.deploy import roster  # not what is in it, which Ray would copy with this class
+from jaxserve.deploy.replicas import (
+    AVOID,
+    FINGERPRINT,
+    NOTHING,
+    ROUTING_REQUEST,
+    SNAPSHOT,
+    Replicas,
+)
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.sched.routing.routers import NoReplica
 
@@ -27,8 +35,10 @@ class SnapshotRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Updates the replicas and their latest snapshots."""
         super().update_replicas(replicas)
-        said = {each.replica_id: (each.routing_stats or {}).get(SNAPSHOT) for each in replicas}
-        self._known.update(said)
+        stats = {each.replica_id: each.routing_stats or {} for each in replicas}
+        found = {name: str(said.get(FINGERPRINT, "")) for name, said in stats.items()}
+        self._known.update({name: said.get(SNAPSHOT) for name, said in stats.items()}, found)
+        roster.ROSTER.update({name.unique_id: fingerprint for name, fingerprint in found.items()})
 
     async def choose_replicas(
         self,

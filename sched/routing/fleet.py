@@ -30,6 +30,7 @@ class RoutingRequest(NamedTuple):
         program_deadline: seconds from the program's first call to the end of its last; inf for
             none.
         calls_left: calls of the program that are to come after this one.
+        fingerprint: system fingerprint of the replicas that can serve it; "" for all.
     """
 
     prompt_len: int
@@ -44,6 +45,7 @@ class RoutingRequest(NamedTuple):
     of_program: bool = False
     program_deadline: float = np.inf
     calls_left: int = 0
+    fingerprint: str = ""
 
     @classmethod
     def from_request(cls, request: Request, block_size: int) -> RoutingRequest:
@@ -54,13 +56,18 @@ class RoutingRequest(NamedTuple):
         marks = marks_of(request.block_keys or (), (length - 1) // block_size)
         return cls(length, int(request.tier), ttft, tbt, jct, marks=marks)
 
-    def after(self, tokens: int) -> RoutingRequest:
-        """The router's view of the same call once another replica has generated this many tokens of
-        it: they have to be computed, too, and the first has come."""
+    def after(self, tokens: int, fingerprint: str) -> RoutingRequest:
+        """The router's view of the same call once a replica has generated a part of its answer:
+        that has to be computed, too, and the first token has come.
+
+        Args:
+            tokens: Tokens generated, of all continuations.
+            fingerprint: The replica's system fingerprint.
+        """
         if not tokens:
             return self
-        each = -(-tokens // self.sequences)
-        return self._replace(prompt_len=self.prompt_len + each, ttft=np.inf)
+        length = self.prompt_len + -(-tokens // self.sequences)
+        return self._replace(prompt_len=length, ttft=np.inf, fingerprint=fingerprint)
 
 
 _NAMES = KNOWN.names or ()

@@ -6,7 +6,7 @@ too slow, several use disjoint samples of the replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -172,10 +172,20 @@ class Router:
         state = seeded(seed, number)
         self._lots = Lots(None, state, drawn(state)) if apart else Lots(0, state)
 
-    def choose(self, ask: RoutingRequest, now: float) -> int:
-        """The replica to send the request to; the caller then calls `Fleet.send`. now: on the
-        snapshots' clock. NoReplica if none is up."""
+    def choose(self, ask: RoutingRequest, now: float, besides: Sequence[int] = ()) -> int:
+        """The replica to send the request to; the caller then calls `Fleet.send`.
+
+        Args:
+            ask: The request.
+            now: On the snapshots' clock.
+            besides: Replicas that cannot serve it.
+
+        Raises:
+            NoReplica: None is up that can.
+        """
         up = self.fleet.up
+        if besides:
+            up[list(besides)] = False
         if not up.any():
             raise NoReplica("no replica takes requests")
         return self.way.choose(self.fleet, up, self._lots, ask, now)

@@ -12,7 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
 from jaxserve.deploy.local.cluster import Cluster
-from jaxserve_lab.experiments.scale_live.live import MODEL, STREAMS, Found, lines, measure
+from jaxserve_lab.experiments.scale_live.live import (
+    LONG,
+    MODEL,
+    STREAMS,
+    Found,
+    lines,
+    measure,
+)
 
 pytestmark = pytest.mark.ray
 
@@ -91,6 +98,13 @@ def found() -> Found:
 def test_no_call_fails_while_replicas_come_and_go(found: Found) -> None:
     for scaled in (found.up, found.down):
         assert scaled.calls and not scaled.failed and not scaled.wrong
+
+
+def test_a_replica_that_is_removed_is_done_soon(found: Found) -> None:
+    """However long its answers are: others go on with them, and nobody misses a word."""
+    drained = found.drained
+    assert (drained.whole, drained.failed, drained.wrong) == (LONG, 0, 0)
+    assert drained.moved > 0 and drained.seconds < drained.longest
 
 
 def test_no_stream_is_lost_with_a_replica(found: Found) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from jaxserve.client import make_request
+from jaxserve.deploy import relay as relay_module
 from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING
@@ -26,7 +28,7 @@ from tests.server.logging_kept import logging_kept
 
 KEY, ARRIVED = "ab" * 16, 1_700_000_000.25
 HI = [{"role": "user", "content": "Hi"}]
-LENGTH = 8
+LENGTH, FINGERPRINT = 8, "fp_0123456789abcdef"
 CALLS: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": (
         "/v1/completions",
@@ -89,7 +91,7 @@ class Fleet:
     def __init__(self, replicas: Sequence[EngineReplica], *lost_after: int) -> None:
         self._replicas, self._lost_after = list(replicas), list(lost_after)
         self.points: list[ResumePoint] = []
-        self.pieces: list[list[Any]] = []
+        self.leaving: set[str] = set()
 
     def http(self, path: str, body: dict[str, Any]) -> Relay:
         scope = {**SCOPE, "path": path, "raw_path": path.encode()}
@@ -115,15 +117,18 @@ class Fleet:
                 answer = send(replica, point.model_dump_json().encode())
                 async with contextlib.aclosing(answer) as told:
                     async for piece in told:
-                        if not left:
-                            raise ReplicaLost("it was killed", dead=True)
-                        left -= 1
-                        self.pieces.append(piece)
+                        if unmarked(piece) or not isinstance(piece[0], Begun):
+                            if not left:
+                                raise ReplicaLost("it was killed", dead=True)
+                            left -= 1
                         yield piece
             except Unserved as error:
                 raise ReplicaLost(error.reason, dead=True, replica=error.replica) from None
 
-        return Relay(pieces, tells, ResumePoint(arrived=ARRIVED, key=KEY))
+        def leaves(name: str, fingerprint: str) -> bool:
+            return name in self.leaving and fingerprint == FINGERPRINT
+
+        return Relay(pieces, tells, ResumePoint(arrived=ARRIVED, key=KEY), leaves)
 
 
 def paced(replica: EngineReplica) -> None:
@@ -183,15 +188,23 @@ def told(name: str, lost_after: Sequence[int], *, stream: bool = True) -> tuple[
     return relayed(lost_after, lambda fleet: fleet.http(path, asked))
 
 
-def relayed(lost_after: Sequence[int], ask: Callable[[Fleet], Relay]) -> tuple[Fleet, list[Any]]:
-    """What the client gets, and from whom."""
+def relayed(
+    lost_after: Sequence[int],
+    ask: Callable[[Fleet], Relay],
+    *flags: str,
+    text: Callable[[int], str] | None = None,
+) -> tuple[Fleet, list[Any]]:
+    """What the client gets, and from whom. text: of each token; None for the usual."""
     fleets: list[Fleet] = []
 
     def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
         fleets.append(Fleet(replicas, *lost_after))
         return ask(fleets[0]).pieces()
 
-    parts = served(call, [Paced().run() for _ in range(1 + len(lost_after))])
+    engines = [Paced() for _ in range(1 + len(lost_after))]
+    for engine in engines:
+        engine.text = text or engine.text
+    parts = served(call, [engine.run() for engine in engines], *flags)
     assert not any(isinstance(part, Begun | Passed) for part in parts)
     return fleets[0], parts
 
@@ -260,7 +273,7 @@ def test_a_stream_goes_on_where_it_was(
     undisturbed: Callable[[str], list[dict[str, Any]]], name: str
 ) -> None:
     whole = joined(undisturbed(name))
-    for lost_after in ((0,), (1,), (2,), (5,), (3, 2), (1, 0, 1)):
+    for lost_after in ((0,), (1,), (5,), (2, 1)):
         fleet, parts = told(name, lost_after)
         assert joined(events(parts)) == whole, lost_after
         assert len(fleet.points) == 1 + len(lost_after)
@@ -268,6 +281,75 @@ def test_a_stream_goes_on_where_it_was(
         assert tokens == sorted(tokens) and (not lost_after[0] or tokens[-1] > 0)
         if tokens[-1]:
             assert [each["moved"] for each in moved_fields(events(parts))]
+
+
+CALLING = ["So", ": <tool_", 'call>\n{"na', 'me": "look", "argu', 'ments": {"at": "the', ' sky"}}']
+CALLING += [
+    "\n</tool",
+    '_call>\n<tool_call>\n{"name": "look',
+    '", "arguments": {"at": "it',
+    '"}}',
+    "\n",
+]
+CALLING += ["</tool_call>"]
+SCHEMA = {"type": "object", "properties": {"at": {"type": "string"}}}
+FUNCTION = {"name": "look", "parameters": SCHEMA}
+TOOLS: dict[str, Any] = {
+    "chat": [{"type": "function", "function": FUNCTION}],
+    "messages": [{"name": "look", "input_schema": SCHEMA}],
+    "ollama": [{"type": "function", "function": FUNCTION}],
+    "responses": [{"type": "function", **FUNCTION}],
+}
+
+
+def called(said: Sequence[dict[str, Any]]) -> tuple[set[str], str, str]:
+    """Ids, the arguments of all calls, and the text beside them, at any door."""
+    ids, arguments, text = set[str](), "", ""
+    for each in said:
+        words = json.dumps(plain(each)).split('"')
+        ids |= {word for word in words if word.startswith(("call_", "msg_", "fc_"))}
+        for choice in each.get("choices", ()):
+            text += choice["delta"].get("content") or ""
+            for call in choice["delta"].get("tool_calls", ()):
+                arguments += call["function"].get("arguments", "")
+        delta = each.get("delta")
+        if isinstance(delta, dict):
+            text, arguments = (
+                text + delta.get("text", ""),
+                arguments + delta.get("partial_json", ""),
+            )
+        elif each.get("type") == "response.function_call_arguments.delta":
+            arguments += each["delta"]
+        elif each.get("type") == "response.output_text.delta":
+            text += each["delta"]
+        if "role" in each.get("message", {}) and "done" in each:
+            text += each["message"]["content"]
+            for call in each["message"].get("tool_calls", ()):
+                arguments += json.dumps(call["function"]["arguments"])
+    return ids, arguments.replace(" ", ""), text
+
+
+@pytest.mark.promise(48)
+@pytest.mark.parametrize("name", TOOLS)
+def test_calls_of_tools_go_on_too(name: str) -> None:
+    """Wherever they are cut, with the ids that they began with."""
+    path, body = CALLS[name]
+    length = {LIMITS.get(name, "max_tokens"): len(CALLING)}
+    asked = {**body, **({"options": {"num_predict": len(CALLING)}} if name == "ollama" else length)}
+    asked = {key: each for key, each in asked.items() if "logprobs" not in key}
+    asked |= {"tools": TOOLS[name], "stream": True}
+
+    def ask(fleet: Fleet) -> Relay:
+        return fleet.http(path, asked)
+
+    found = []
+    for lost_after in ((), (2,), (5,), (8,)):
+        flag = "--config.server.tool_format=hermes"
+        _, parts = relayed(lost_after, ask, flag, text=CALLING.__getitem__)
+        found.append(called(events(parts)))
+    assert all(one == found[0] for one in found)
+    ids, arguments, text = found[0]
+    assert ids and (arguments, text.strip()) == ('{"at":"thesky"}{"at":"it"}', "So:")
 
 
 def moved_fields(said: Any) -> Iterator[dict[str, Any]]:
@@ -302,7 +384,7 @@ def test_so_does_an_answer_that_comes_whole(name: str) -> None:
 def test_an_rpc_goes_on_where_it_was() -> None:
     message = make_request("Hi", max_tokens=LENGTH, n=2, temperature=1.0, logprobs=2)
     found = []
-    for lost_after in ((), (0,), (1,), (4,), (2, 3)):
+    for lost_after in ((), (1,), (2, 3)):
         _, (*raw, status) = relayed(lost_after, lambda fleet: fleet.grpc(message))
         moves = dict(status.trailing).get("x-jaxserve-moved")
         assert moves == (str(len(lost_after)) if any(lost_after) else None)
@@ -362,6 +444,56 @@ def test_an_engine_that_fails_hands_its_answers_on() -> None:
     assert [one.tokens for one in request.generated] == [(100, 101, 102)]
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_an_answer_leaves_a_replica_that_is_to_go(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    """At once, whatever it waits for; and the replica is rid of it."""
+    monkeypatch.setattr(relay_module, "LEAVE_S", 0.0)
+    first, second = Paced() if begun else Engine(), Paced().run()
+    if begun:
+        first.run()
+    fleets: list[Fleet] = []
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        fleet = Fleet(replicas)
+        fleets.append(fleet)
+        relay = fleet.http("/v1/completions", {"prompt": "Hi", "max_tokens": 200, "stream": True})
+        if not begun:
+            fleet.leaving.add("r0")
+        async for piece in relay.pieces():
+            yield piece
+            if not fleet.leaving:
+                fleet.leaving.add("r0")
+                relay.look()
+        await asyncio.to_thread(first.wait, lambda: not first.live)
+
+    said = events(served(call, [first, second]))
+    texts = "".join(choice["text"] for each in said for choice in each["choices"])
+    assert texts == "".join(f" w{k}" for k in range(200))
+    (point,) = fleets[0].points[1:]
+    assert len(first.cancelled) == 1 and point.why == ("drained" if begun else "")
+    assert bool(point.outputs) == begun
+
+
+def test_what_ends_in_time_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does anything where nobody else can go on with it."""
+    monkeypatch.setattr(relay_module, "LEAVE_S", 1000.0)
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        fleet = Fleet(replicas)
+        fleet.leaving.add("r0")
+        relay = fleet.http("/v1/completions", {"prompt": "Hi", "max_tokens": 9, "stream": True})
+        async for piece in relay.pieces():
+            yield piece
+
+    assert events(served(call, [Paced().run()]))
+    monkeypatch.setattr(relay_module, "LEAVE_S", 0.0)
+    other = Paced()
+    other.served = dataclasses.replace(other.served, system_fingerprint="fp_of_another")
+    assert events(served(call, [other.run()]))
+
+
 def resumed(engine: Engine, point: ResumePoint, **body: Any) -> list[Any] | str:
     """The parts that a replica says, or why it does not."""
 
@@ -379,12 +511,12 @@ def resumed(engine: Engine, point: ResumePoint, **body: Any) -> list[Any] | str:
 
 def point(**fields: Any) -> ResumePoint:
     outputs = [{"number": 0, "tokens": [100, 101], "times": [0.1, 0.2], "logprobs": []}]
-    about = {"arrived": ARRIVED, "fingerprint": "fp_0123456789abcdef", "moved": [0.3]}
+    about = {"arrived": ARRIVED, "fingerprint": FINGERPRINT, "moved": [0.3]}
     return ResumePoint.model_validate({**about, "outputs": outputs, "why": "lost", **fields})
 
 
 def test_whoever_cannot_resume_says_why_and_says_nothing_else() -> None:
-    assert "fp_0123456789abcdef" in str(resumed(Engine(), point(fingerprint="fp_of_another")))
+    assert FINGERPRINT in str(resumed(Engine(), point(fingerprint="fp_of_another")))
     for body, problem in (
         ({"max_tokens": 1}, "generated: has 2 tokens; max_tokens is 1"),
         ({"logprobs": 1}, "generated: has not a time, or no logprob"),

@@ -137,3 +137,18 @@ def test_a_tie_is_only_among_those_who_are_as_good() -> None:
     for router in routers:
         router.update({"a": busy(1.0), "b": said(1.0), "c": busy(1.0), "d": said(1.0)})
     assert {router.choose(ROUTING_REQUEST, 1.1) for router in routers} == {"b", "d"}
+
+
+@pytest.mark.parametrize("routing", ROUTERS)
+def test_what_others_have_begun_goes_only_to_their_like(routing: str) -> None:
+    replicas = Replicas(routing)
+    replicas.update(
+        {"a": said(1.0), "b": said(1.0, unfinished=9), "c": said(1.0), "d": None},
+        {"a": "fp_2", "b": "fp", "c": "fp_2"},
+    )
+    begun = ROUTING_REQUEST.after(30, "fp")
+    assert begun.prompt_len == ROUTING_REQUEST.prompt_len + 30 and begun.ttft == np.inf
+    assert {replicas.choose(begun, 1.1) for _ in range(8)} == {"b"}
+    assert ROUTING_REQUEST.after(0, "fp") is ROUTING_REQUEST
+    with pytest.raises(NoReplica):
+        replicas.choose(ROUTING_REQUEST.after(30, "fp_of_another"), 1.1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxserve.deploy.settings import ENGINE, Settings
+from jaxserve.engine.block_keys import SECRET_BYTES
 from jaxserve.server.daemon_thread import in_daemon_thread
 
 HOST = "127.0.0.1"
@@ -35,15 +36,16 @@ class Cluster:
 
     def __init__(self, http_port: int, grpc_port: int) -> None:
         self.http, self.grpc = f"http://{HOST}:{http_port}/v1", f"{HOST}:{grpc_port}"
+        self._secret = os.urandom(SECRET_BYTES)
 
     def deploy(self, settings: Settings) -> float:
         """Deploys the application with these settings. Returns the seconds until it runs. Replicas
         that may stay do. Raises NotReady."""
         from ray import serve
 
-        from jaxserve.deploy.ray import app
+        from jaxserve.deploy.ray import application
 
-        target, began = app(settings), time.monotonic()
+        target, began = application(settings, self._secret), time.monotonic()
         running = in_daemon_thread(lambda: bool(serve.run(target, name=APP, route_prefix="/")))
         try:
             running.result(READY_S)

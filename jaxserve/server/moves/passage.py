@@ -49,6 +49,7 @@ class Passage:
     Args:
         record: From `ResumePoint.model_dump_json`, of the version of whoever sent it.
         fingerprint: The replica's system fingerprint.
+        replica: Its name.
 
     Attributes:
         point: The record.
@@ -62,7 +63,7 @@ class Passage:
         CannotResume: Another replica has to do it.
     """
 
-    def __init__(self, record: bytes, fingerprint: str) -> None:
+    def __init__(self, record: bytes, fingerprint: str, replica: str) -> None:
         try:
             self.point = ResumePoint.model_validate_json(record)
         except ValidationError as error:
@@ -77,7 +78,7 @@ class Passage:
         self.call: _Call | None = None
         # The clock of the host that says when it came may be ahead.
         self.began = time.monotonic() - max(0.0, time.time() - self.point.arrived)
-        self._fingerprint = fingerprint
+        self._begun = Begun(fingerprint, replica)
         self._outputs = {one.number: one for one in self.point.outputs}
 
     def drawn(self, what: str) -> bytes:
@@ -90,7 +91,7 @@ class Passage:
         if any(each.sampling.prompt_logprobs is not None or each.pooling for each in wanted):
             return list(wanted)
         self.begun = True
-        self.tell(Begun(self._fingerprint))
+        self.tell(self._begun)
         if not self.silent:
             return list(wanted)
         n, moved = wanted[0].sampling.n, tuple(self.point.moved)

@@ -25,10 +25,15 @@ _Top = tuple[int, float]
 
 
 class Begun(NamedTuple):
-    """The answer can be resumed, by replicas with this system fingerprint. From here on the answer
-    comes in pieces that end with `Passed`."""
+    """The answer can be resumed. From here on it comes in pieces that end with `Passed`.
+
+    Attributes:
+        fingerprint: The system fingerprint of the replicas that can do so.
+        replica: The name of the one that answers.
+    """
 
     fingerprint: str
+    replica: str = ""
 
 
 class Passed(NamedTuple):
@@ -111,11 +116,12 @@ class Answered:
 
     Attributes:
         begun: Whether the answer is one that can be resumed. False again if there was too much.
+        replica: The name of the replica that has begun it last.
         point: Where it can be resumed.
     """
 
     def __init__(self, point: ResumePoint) -> None:
-        self.begun, self.point = False, point
+        self.begun, self.point, self.replica = False, point, ""
         self._outputs: dict[int, Progress] = {}
         self._values = 0
 
@@ -129,7 +135,8 @@ class Answered:
         parts = unmarked(piece)
         for part in piece:
             if isinstance(part, Begun):
-                self.begun, self.point.fingerprint = True, part.fingerprint
+                self.begun, self.replica = True, part.replica
+                self.point.fingerprint = part.fingerprint
             elif isinstance(part, Passed):
                 self._add(part)
         bodies = (part for part in parts if isinstance(part, dict) and part.get("body"))

@@ -44,6 +44,7 @@ from jaxserve_lab.experiments.scale_live.streams import (
 
 MODEL = "tiny-stories"
 STREAMS, TOKENS = 200, 64
+LONG, LONG_TOKENS = 100, 192
 BEGUN = 20  # streams, at which a replica is killed: later, it may be done with all of its own
 MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
 ALONE = 20  # calls one after the other
@@ -108,6 +109,35 @@ class Killed:
 
 
 @dataclass(frozen=True)
+class Drained:
+    """What became of long streams when one of two replicas was removed under them.
+
+    Attributes:
+        streams: How many there were.
+        tokens: Of each.
+        whole: Those that got all of their text.
+        failed: Those that ended with an error.
+        wrong: Those whose text is not what it should be.
+        moved: Those that went on at the other replica.
+        seconds: From the request to remove one until its process had ended.
+        longest: Seconds that the longest stream took.
+        gap: Longest time that one that moved had between two pieces, in seconds.
+        usual_gap: The same of those that did not move.
+    """
+
+    streams: int
+    tokens: int
+    whole: int
+    failed: int
+    wrong: int
+    moved: int
+    seconds: float
+    longest: float
+    gap: float
+    usual_gap: float
+
+
+@dataclass(frozen=True)
 class Found:
     """All that was measured.
 
@@ -118,6 +148,7 @@ class Found:
         up: From one replica to two.
         killed: With one of the two killed.
         down: From two to one.
+        drained: With one of two removed under long streams.
     """
 
     machine: dict[str, Any]
@@ -126,13 +157,14 @@ class Found:
     up: Scaled
     killed: Killed
     down: Scaled
+    drained: Drained
 
 
-def settings() -> Settings:
+def settings(replicas: int = 1, max_replicas: int = 2) -> Settings:
     """One replica of the bundled model, or two by load."""
     return Settings(
-        replicas=1,
-        max_replicas=2,
+        replicas=replicas,
+        max_replicas=max_replicas,
         flags=list(FLAGS),
         num_cpus=_CPUS / 4,  # so that one may come while another one has not gone
         upscale_delay_s=1.0,
@@ -152,8 +184,9 @@ def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
         up = _scaled(cluster, 1, 2, MANY, text)
         killed = _killed(cluster)
         down = _scaled(cluster, 2, 1, FEW, text)
+        drained = drain(cluster)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
-    return Found(where, ready, ttft, up, killed, down)
+    return Found(where, ready, ttft, up, killed, down, drained)
 
 
 async def _alone(cluster: Cluster) -> list[Stream]:
@@ -224,7 +257,7 @@ async def mixed(
 
 def _killed(cluster: Cluster) -> Killed:
     victim = cluster.processes()[0]
-    texts = [each.text for each in asyncio.run(mixed(cluster, len(SEEDS), TOKENS, 0, _nothing))]
+    texts = _texts(cluster, TOKENS)
     kill = functools.partial(os.kill, victim, signal.SIGKILL)
 
     def replaced() -> bool:
@@ -258,6 +291,43 @@ def _killed(cluster: Cluster) -> Killed:
     )
 
 
+def drain(cluster: Cluster) -> Drained:
+    """Removes one of two replicas under long streams."""
+    cluster.deploy(settings(2, 0))
+    texts = _texts(cluster, LONG_TOKENS)
+    times: list[float] = []
+
+    def remove() -> None:
+        began = time.monotonic()
+        scaling = threading.Thread(target=cluster.deploy, args=(settings(1, 0),))
+        scaling.start()
+        cluster.wait(lambda: len(cluster.processes()) == 1, "one of two ends", _SCALE_S)
+        times.append(time.monotonic() - began)
+        scaling.join()
+
+    removing = threading.Thread(target=remove)
+    ended = asyncio.run(mixed(cluster, LONG, LONG_TOKENS, BEGUN, removing.start))
+    removing.join()
+    expected = [texts[number % len(SEEDS)] for number in range(LONG)]
+    return Drained(
+        streams=LONG,
+        tokens=LONG_TOKENS,
+        whole=sum(not each.error for each in ended),
+        failed=sum(bool(each.error) for each in ended),
+        wrong=sum(each.text != text for each, text in zip(ended, expected, strict=True)),
+        moved=sum(each.moved > 0 for each in ended),
+        seconds=times[0],
+        longest=max(each.seconds for each in ended),
+        gap=max((each.gap for each in ended if each.moved), default=0.0),
+        usual_gap=max((each.gap for each in ended if not each.moved), default=0.0),
+    )
+
+
+def _texts(cluster: Cluster, tokens: int) -> list[str]:
+    """What streams with SEEDS should write."""
+    return [each.text for each in asyncio.run(mixed(cluster, len(SEEDS), tokens, 0, _nothing))]
+
+
 def _nothing() -> None:
     """Nothing is to happen."""
 
@@ -278,6 +348,13 @@ def lines(found: Found) -> list[str]:
             f"{one} to {other} replicas in {scaled.seconds:.1f} s: {scaled.calls} calls, "
             f"{scaled.failed} failed, {scaled.wrong} wrong"
         )
+    drained = found.drained
+    told.append(
+        f"one of two removed under {drained.streams} streams of {drained.tokens} tokens, of which "
+        f"the longest took {drained.longest:.1f} s: its process ended after {drained.seconds:.1f} "
+        f"s; {drained.moved} moved, {drained.failed} failed, {drained.wrong} wrong; gaps of at "
+        f"most {drained.gap:.2f} s, {drained.usual_gap:.2f} s without"
+    )
     return told
 
 

@@ -28,6 +28,7 @@ class Stream:
         pieces: Number of chunks.
         gap: Longest time between two chunks, in seconds.
         moved: How often it went on at another replica.
+        seconds: How long it took.
         began: When it was asked for, in seconds of time.monotonic().
     """
 
@@ -37,6 +38,7 @@ class Stream:
     pieces: int = 0
     gap: float = 0.0
     moved: int = 0
+    seconds: float = 0.0
     began: float = field(default_factory=time.monotonic)
     _last: float = 0.0
 
@@ -48,7 +50,7 @@ class Stream:
         else:
             self.ttft = now - self.began
             on_first()
-        self._last = now
+        self._last, self.seconds = now, now - self.began
         self.pieces += 1
         self.text += text
 
