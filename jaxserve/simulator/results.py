@@ -43,7 +43,7 @@ class RequestRecords:
             token_times[offsets[i] : offsets[i] + tokens[i]].
         tokens: int64 [n], tokens written: output_len, or less for requests that were refused,
             failed or had not ended at `end`.
-        failed: bool [n], requests that ended early because their replica died.
+        failed: bool [n], requests that ended early because all replicas had died.
         end: When the run was cut off; inf if it was not.
         found: int64 [n], cached tokens of each prompt; None without prefix caching.
         drafts: See `Served.drafts`.
@@ -263,7 +263,7 @@ class SimulationResult:
             target, among requests that have it.
             num_refused: Requests that found the queue full; they attain nothing and are in no
             latency.
-            num_failed: Requests that ended early because their replica died.
+            num_failed: Requests that ended early because all replicas had died.
             num_dropped: Requests that were left out as too long; they are counted nowhere else.
             saved_slots, loaded_slots: Slots of one plane moved to and from host memory.
             mean_shared_blocks, peak_shared_blocks: Blocks that several requests hold, over the time

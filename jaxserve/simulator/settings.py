@@ -40,7 +40,8 @@ BATCH = np.dtype(
 @dataclass(frozen=True)
 class Fault:
     """A replica that gets slower, or dies. It dies once the step that its host waits for has ended.
-    Its requests without a token are then rerouted, once; the others end with the tokens they have.
+    When that is noticed, its requests go on elsewhere, with prompts and tokens computed again. If
+    no other replica is up, those with tokens end with them.
 
     Attributes:
         replica: Its number.
@@ -288,7 +289,7 @@ class Served:
         token_times: float64 [sum of output_len], nan for tokens that did not come.
         preemptions: int64 [n].
         replica: int64 [n], REFUSED for requests that found no room.
-        failed: bool [n], requests that ended early since their replica died.
+        failed: bool [n], requests that ended early since all replicas had died.
         batches: Of each replica, records with the fields of BATCH.
         seed_read: Whether a policy or a router asked for the seed.
         rows: By replica and batch, which requests were in it; None if not recorded.

@@ -43,7 +43,7 @@ class Outlook(enum.IntEnum):
 
 # Looking up, or comparing, a member of an enum takes longer than the comparison that needs it.
 FREE, WAITING, RUNNING, DRAINING, HELD = map(int, State)
-_FAR = 1 << 31  # more than requests will ever come; policies pack numbers of 32 bits
+RESUMED = 1 << 31  # more than requests will ever come; policies pack numbers of 32 bits
 MISSED, RELEGATED = int(Outlook.MISSED), int(Outlook.RELEGATED)
 
 
@@ -212,7 +212,7 @@ class RequestTable:
         """
         steps, counts = np.unique(times, return_counts=True)
         gaps, counts = np.diff(steps) / counts[1:], counts[1:]  # as in `receive`
-        self.seq[row] -= _FAR  # its reader waits for the next token, and has waited for the move
+        self.seq[row] -= RESUMED  # its reader waits for the next token, and has waited for the move
         self.generated[row] = self.received[row] = len(times)
         self.first_token[row], self.last_token[row] = times[0], times[-1]
         self.late_gaps[row] = counts[gaps > self.tbt[row]].sum()

@@ -117,14 +117,16 @@ def test_late_refusals_give_up_programs_too() -> None:
     assert len(result.requests) == 3
 
 
-def test_calls_of_a_dead_replica_give_their_programs_up() -> None:
+def test_calls_of_dead_replicas_give_their_programs_up_if_none_is_left() -> None:
     """Replica 1 dies with the first call of the second program, which has tokens already."""
     made = closed(programs([0, 1, 0, 1], [(0, 2), (1, 3)], 1.0), tokens=6)
-    routing = Routing("round_robin", faults=(Fault(1, 2.5, notice=1.0),))
-    result = simulate("vllm", made, SECOND, replicas=2, routing=routing, **PLAIN)
-    found = records(result)
-    assert found.given_up.tolist() == [False, True]
-    assert found.end.tolist() == [13.0, 3.5] and len(result.requests) == 3
+    one = Fault(1, 2.5, notice=1.0)
+    for faults, given_up in (((one,), False), ((one, Fault(0, 2.5, notice=1.0)), True)):
+        routing = Routing("round_robin", faults=faults)
+        result = simulate("vllm", made, SECOND, replicas=2, routing=routing, **PLAIN)
+        found = records(result)
+        assert found.given_up.tolist() == [given_up] * 2
+        assert len(result.requests) == (2 if given_up else 4)
 
 
 def test_runs_that_are_cut_off_have_programs_in_progress() -> None:

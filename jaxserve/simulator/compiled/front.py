@@ -57,7 +57,8 @@ class _Asked(NamedTuple):
 
 @kernel
 def _asked(r: np.record) -> _Asked:
-    return _Asked(r.prompt_len, r.tier, r.asked_ttft, r.asked_tbt, r.asked_jct, 1, 1)
+    ttft = math.inf if r.begun else r.asked_ttft
+    return _Asked(r.prompt_len + r.begun, r.tier, ttft, r.asked_tbt, r.asked_jct, 1, 1)
 
 
 @kernel
@@ -115,17 +116,14 @@ def timer(world: World, settings: np.record, kind: int, index: int, now: float) 
 
 @kernel
 def next_stranded(world: World, index: int) -> int:
-    """The next request of a dead replica that has to be rerouted, NOTHING if there is none.
-    Requests that have a token, or were rerouted before, fail."""
+    """The next request of a dead replica that has to be rerouted, NOTHING if there is none."""
     me, s = world.machines.me[index], world.known[index]
     s.dead = True
     s.first_sent = s.last_sent = NOTHING
     while me.stranded < world.cursor[0].arrived:
         r = world.requests[me.stranded]
         if r.replica == index and r.state != FREE:
-            if r.received == 0 and not r.again:
-                return int(me.stranded)
-            r.failed, r.state = True, FREE
+            return int(me.stranded)
         me.stranded += 1
     return NOTHING
 

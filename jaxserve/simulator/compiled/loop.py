@@ -12,7 +12,7 @@ from jaxserve.sched.cost.host_overhead import BURST
 from jaxserve.sched.cost.reachability import JUST_MISSED
 from jaxserve.sched.progress import FUTILE
 from jaxserve.sched.routing.take_snapshot import PACE
-from jaxserve.sched.state.request_table import State
+from jaxserve.sched.state.request_table import RESUMED, State
 from jaxserve.simulator.compiled.bookkeeping import book, receive, sample
 from jaxserve.simulator.compiled.cost import (
     Costs,
@@ -39,7 +39,7 @@ from jaxserve.simulator.settings import REFUSED
 
 DONE, PAUSED, FULL, STUCK, NOWHERE, ON = range(6)
 REFUSED_BY_ALL = -2  # as a choice
-WAITING = int(State.WAITING)
+FREE, WAITING = int(State.FREE), int(State.WAITING)
 
 
 def serve(world: World, rules: Rules, costs: Costs, key: Keys, until: int) -> int:
@@ -95,6 +95,8 @@ def _place(world: World, rules: Rules, costs: Costs, key: Keys, number: int, now
     for it there."""
     r, cursor, settings = world.requests[number], world.cursor[0], rules.settings[0]
     if cursor.chosen == NOTHING:
+        if number < cursor.arrived:
+            _again(r)
         cursor.chosen = choose(world, settings, number, now)
         if cursor.chosen == NOTHING:
             cursor.chosen = REFUSED_BY_ALL
@@ -103,10 +105,11 @@ def _place(world: World, rules: Rules, costs: Costs, key: Keys, number: int, now
     if alive and world.machines.me[index].live >= world.machines.running.shape[1]:
         return False
     cursor.chosen = NOTHING
-    if number < cursor.arrived:
-        _again(r)
-    else:
+    if number == cursor.arrived:
         cursor.arrived += 1
+    elif index == REFUSED_BY_ALL and r.received:
+        r.failed, r.state = True, FREE
+        return True
     r.replica = REFUSED if index == REFUSED_BY_ALL else index
     if index != REFUSED_BY_ALL and settings.looks:
         send(world, index, number, now)
@@ -118,9 +121,9 @@ def _place(world: World, rules: Rules, costs: Costs, key: Keys, number: int, now
 
 @kernel
 def _again(r: np.record) -> None:
-    """Discards what its dead replica did for the request."""
-    r.again, r.decided, r.state = True, False, WAITING
-    r.computed = r.generated = r.held = r.growth = r.lost_from = r.losses = r.losses_since = 0
+    """Discards what its dead replica did for the request, but its tokens."""
+    r.decided, r.state, r.begun, r.generated = False, WAITING, r.received, r.received
+    r.computed = r.held = r.growth = r.lost_from = r.losses = r.losses_since = 0
     r.pages = r.found = r.hit = 0
     r.preemptions = r.preempted_order = r.last_batch_order = 0
 
@@ -156,10 +159,10 @@ def _arrive(m: Machine, rules: Rules, costs: Costs, key: Keys, number: int, now:
     until their last token is on the host."""
     me, r = m.me[0], m.requests[number]
     unfinished = me.live + (me.ended if me.landed > now else 0)
-    if unfinished >= rules.settings[0].capacity:
+    if unfinished >= rules.settings[0].capacity and not r.begun:
         r.replica = REFUSED
         return
-    r.seq = me.arrivals
+    r.seq = me.arrivals - (RESUMED if r.begun else 0)
     me.arrivals += 1
     me.live += 1
     me.came += 1

@@ -82,7 +82,7 @@ def pin(m: Machine, settings: np.record, number: int) -> None:
     """
     r, owner = m.requests[number], number
     if r.preemptions == 0:
-        r.hit = r.found * settings.block_size
+        r.hit = min(r.found * settings.block_size, r.prompt_len)
     for index in range(r.found - 1, -1, -1):
         owner = _owner(m, owner, index)
         _read(m, m.requests[owner].base + index)

@@ -31,8 +31,8 @@ from jaxserve.sched.unified.policy_spec import FLOATS, INTEGERS
 #   losses, losses_since: as in `sched/progress.py`.
 #   sent: when a router sent it to its replica.
 #   next_sent: the request sent there next, -1 for none.
-#   again: it was rerouted, because its replica died.
-#   failed: it ended with its replica.
+#   begun: tokens that other replicas have generated of it, which have died.
+#   failed: it ended with its replica, since no other one was up.
 #   late: it has targets that cannot be met without what is cached of its prompt.
 ASKED = tuple(f"asked_{name}" for name in TARGETS)
 REQUEST = np.dtype(
@@ -45,13 +45,10 @@ REQUEST = np.dtype(
             *("behind", "second", "received", "held", "growth", "tokens", "reserve", "state"),
             *("preemptions", "preempted_order", "last_batch_order"),
             *("lost_from", "losses", "losses_since", "next_sent"),
-            *("pages", "found", "read", "hit", "parent", "common", "base"),
+            *("pages", "found", "read", "hit", "parent", "common", "base", "begun"),
         )
     ]
-    + [
-        (name, np.bool_)
-        for name in ("waiting", "decoding", "decided", "greedy", "again", "failed", "late")
-    ],
+    + [(name, np.bool_) for name in ("waiting", "decoding", "decided", "greedy", "failed", "late")],
     align=True,
 )
 

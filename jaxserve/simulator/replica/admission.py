@@ -64,14 +64,15 @@ class BoundedQueue:
         self._capacity, self._outputs = capacity, outputs
         self._unfinished: list[list[int]] = [[] for _ in range(replicas)]
 
-    def admits(self, replica: int, number: int, now: float) -> bool:
-        """Whether request `number`, which arrives at `now`, finds room. If so, it is counted."""
+    def admits(self, replica: int, number: int, now: float, *, always: bool = False) -> bool:
+        """Whether request `number`, which arrives at `now`, finds room, or is admitted anyway. If
+        so, it is counted."""
         if self._capacity == math.inf:
             return True
         mine = np.array(self._unfinished[replica], np.int64)
         over = self._outputs.last_times(mine) <= now
         self._unfinished[replica] = mine[~over].tolist()
-        if len(self._unfinished[replica]) >= self._capacity:
+        if not always and len(self._unfinished[replica]) >= self._capacity:
             return False
         self._unfinished[replica].append(number)
         return True

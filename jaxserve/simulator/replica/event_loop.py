@@ -180,18 +180,24 @@ def _serve(
     served_by: dict[int, int] = {}
 
     def place(number: int, request: Request, now: float) -> None:
-        served_by.pop(number, None)
-        chosen = front.choose(number, request, now)
+        before = served_by.pop(number, None)
+        begun = [] if before is None else arrivals.outputs.so_far(number)
+        chosen = front.choose(number, request, now, len(begun))
+        if chosen is None and begun:
+            served_by[number] = before  # type: ignore[assignment]
+            front.failed.add(number)
+            arrivals.outputs.end(number)
+            return
         if chosen is None:
             arrivals.refused(number, now)
             return
         machine = machines[chosen]
         if not machine.dead:
-            taken = late.admits(machine, number, request, now)
-            if not (taken and queue.admits(chosen, number, now)):
+            taken = bool(begun) or late.admits(machine, number, request, now)
+            if not (taken and queue.admits(chosen, number, now, always=bool(begun))):
                 arrivals.refused(number, now)
                 return
-            machine.receive(number, request, now)
+            machine.receive(number, request, now, begun)
             loops.at(chosen, machine.next_time)
         served_by[number] = chosen
         front.taken(chosen, number, request)

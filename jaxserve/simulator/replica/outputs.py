@@ -43,6 +43,12 @@ class Outputs:
         self.over[number] = True
         self.ended.append(number)
 
+    def so_far(self, number: int) -> list[float]:
+        """When the tokens of a request came that has not ended."""
+        first = int(self.offsets[number])
+        times = self.times[first : first + int(self.lengths[number])]
+        return list(times[~np.isnan(times)].tolist())
+
     def cut(self, end: float) -> None:
         """Forgets tokens that came after `end`."""
         self.times[self.times > end] = np.nan

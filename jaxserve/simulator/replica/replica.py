@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,12 +129,25 @@ class Replica:
         """When the device has finished all work launched so far."""
         return self._clock.device_free
 
-    def receive(self, number: int, request: Request, now: float) -> None:
-        """A request arrives at `now`, with its number in the workload. Call this only after the
-        loop has run up to `now`."""
+    def receive(
+        self, number: int, request: Request, now: float, times: Sequence[float] = ()
+    ) -> None:
+        """A request arrives. Call this only after the loop has run up to `now`.
+
+        Args:
+            number: Its number in the workload.
+            request: The request.
+            now: Seconds.
+            times: When the tokens came that another replica has generated of it.
+        """
         output = int(self._outputs.lengths[number])
-        adapter = int(request.adapter or 0)
-        row = self.scheduler.add(request, output, number, adapter=adapter)
+        keys: tuple[bytes, ...] = ()
+        if times and request.block_keys is not None and self._block_keys is not None:
+            known = self._block_keys.of(number, len(request.prompt) + len(times))
+            keys = as_keys(known[len(request.block_keys) :])
+        row = self.scheduler.add(
+            request, output, number, adapter=int(request.adapter or 0), times=times, keys=keys
+        )
         grow_columns(self, self.scheduler.table.capacity, _request_of=0, _has_slot=False)
         self._request_of[row] = number
         if self._drafter is not None:

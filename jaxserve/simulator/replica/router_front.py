@@ -35,7 +35,7 @@ class Front:
         outputs: Outputs of all requests.
 
     Attributes:
-        failed: Numbers of the requests that ended because their replica died.
+        failed: Numbers of the requests that ended with their replica, since no other one was up.
     """
 
     def __init__(
@@ -55,7 +55,6 @@ class Front:
         self._changed = np.zeros(count, bool)
         self._dying = {f.replica for f in setting.routing.faults if f.slowdown == math.inf}
         self._there: dict[int, list[Came]] = {replica: [] for replica in self._dying}
-        self._again: set[int] = set()
         for fault in setting.routing.faults:
             self._timers.at(FAULT * count + fault.replica, fault.time)
         self._faults = {fault.replica: fault for fault in setting.routing.faults}
@@ -77,20 +76,21 @@ class Front:
         """Notes that the replica has changed since its last snapshot."""
         self._changed[replica] = True
 
-    def choose(self, number: int, request: Request, now: float) -> int | None:
+    def choose(self, number: int, request: Request, now: float, begun: int) -> int | None:
         """Routes a request.
 
         Args:
             number: Its number in the workload.
             request: The request.
             now: Seconds.
+            begun: Tokens that another replica has generated of it.
 
         Returns:
             The replica; None if none is up.
         """
         router = self._routers[number % self._step]
         self._look(number % self._step, now)
-        ask = RoutingRequest.from_request(request, self._setting.block_size)
+        ask = RoutingRequest.from_request(request, self._setting.block_size).after(begun)
         if not self._setting.routing.prefixes:
             ask = ask._replace(marks=b"")
         try:
@@ -179,20 +179,14 @@ class Front:
         self._timers.at(NOTICE * count + replica, now + fault.notice)
 
     def _stranded(self, replica: int) -> Came | None:
-        """The next request of a dead replica to reroute. Those before it that have tokens, or were
-        rerouted before, end."""
+        """The next request of a dead replica to reroute."""
         self._fleet(replica).lose(replica // self._step)
         outputs, there = self._outputs, self._there[replica]
         there.sort(key=lambda came: came[0], reverse=True)
         while there:
             number, request = there.pop()
-            if outputs.over[number]:
-                continue
-            if number not in self._again and np.isnan(outputs.times[outputs.offsets[number]]):
-                self._again.add(number)
+            if not outputs.over[number]:
                 outputs.preemptions[number] = 0
                 return number, request
-            self.failed.add(number)
-            outputs.end(number)
         self._timers.at(NOTICE * len(self._machines) + replica, math.inf)
         return None

@@ -46,7 +46,7 @@ it has sent there itself; several routers (--routers) share nothing.
 --faults=REPLICA[:at=TIME][:slow=TIMES][:notice=TIME], several separated by commas, replicas counted
 from 0: from that time on, or from the start, each step of the replica takes TIMES as long, or,
 without slow=, the replica is dead, which routers notice after 1 s or the given time. Its requests
-without a token are rerouted, once; the others have failed.
+go on at others, where their prompts and tokens are computed again; without others they have failed.
 
 --replay=FILE: the traffic that a server with --config.engine.record=FILE has served, on a system
 fitted to its steps, with its limits and its pool; --system, and the flags of limits and pool,

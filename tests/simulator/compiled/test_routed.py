@@ -73,26 +73,31 @@ def test_nobody_is_lost_or_served_twice(
         assert not (requests.finish[mine] > time - notice + 0.5).any(), "it ends nobody any more"
     assert np.isin(requests.replica[requests.failed], dead).all()
     if len(dead) < 5:
-        assert not requests.refused.any()
+        assert requests.finished.all()
     else:
         assert requests.refused[requests.arrival > max(noticed.values())].all()
     assert (requests.tokens[requests.failed] < requests.output_len[requests.failed]).all()
 
 
-def test_who_has_a_token_ends_with_its_replica_and_who_has_none_goes_elsewhere() -> None:
+def test_whoever_loses_a_replica_goes_on_elsewhere() -> None:
     workload = Workload.create(np.array([0.0, 0.01, 0.02]), fixed_lengths(400, 300, 3))
     alone = served(Routing(), workload, 1).requests
     at = float(alone.first_token[0]) + 1e-4
     late = dataclasses.replace(workload, arrival=np.array([0.0, 0.01, at - 1e-5]))
     fault = Fault(0, at, notice=0.5)
     requests = served(Routing(faults=(fault,)), late, 2).requests
-    assert requests.replica.tolist() == [0, 1, 1], "in turn, and the third once more"
-    assert requests.failed.tolist() == [True, False, False]
-    assert 0 < requests.tokens[0] < 300
-    assert requests.first_token[2] > at + 0.5, "when its router has noticed"
-    again = Routing(faults=(fault, Fault(1, at + 0.5, notice=0.1)))
+    assert requests.replica.tolist() == [1, 1, 1] and requests.finished.all()
+    assert requests.first_token[0] < at, "its first token came from the first replica"
+    gaps = np.diff(requests.token_times[:300])
+    assert gaps.max() > 0.5 and (gaps > 0.1).sum() == 1, "one gap, until its router has noticed"
+    assert requests.first_token[2] > at + 0.5
+    again = Routing(faults=(fault, Fault(1, at + 1.0, notice=0.1)))
     twice = served(again, late, 3).requests
-    assert twice.failed.tolist()[0] and not twice.refused.any()
+    assert twice.finished.all() and 2 in twice.replica.tolist()
+    none = Routing(faults=(fault, Fault(1, at, notice=0.1)))
+    gone = served(none, late, 2).requests
+    assert gone.failed.tolist() == [True, True, False] and gone.refused.tolist()[2]
+    assert (gone.tokens[:2] < 300).all() and (gone.tokens[:2] > 0).all()
 
 
 @pytest.mark.parametrize("interval", [0.0, 0.25])
