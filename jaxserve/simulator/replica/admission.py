@@ -65,8 +65,14 @@ class BoundedQueue:
         self._unfinished: list[list[int]] = [[] for _ in range(replicas)]
 
     def admits(self, replica: int, number: int, now: float, *, always: bool = False) -> bool:
-        """Whether request `number`, which arrives at `now`, finds room, or is admitted anyway. If
-        so, it is counted."""
+        """Whether a request is admitted. If so, it is counted.
+
+        Args:
+            replica: Where it arrives.
+            number: Its number.
+            now: Seconds.
+            always: Whether it needs no room.
+        """
         if self._capacity == math.inf:
             return True
         mine = np.array(self._unfinished[replica], np.int64)
