@@ -90,7 +90,7 @@ class Front:
         """
         router = self._routers[number % self._step]
         self._look(number % self._step, now)
-        ask = RoutingRequest.from_request(request, self._setting.block_size).after(begun)
+        ask = RoutingRequest.from_request(request, self._setting.block_size).after(begun, "")
         if not self._setting.routing.prefixes:
             ask = ask._replace(marks=b"")
         try:
