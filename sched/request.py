@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
+
 NO_CLASS = "default"  # the SLO class of requests without one
 MAX_TBT, LEAST_MAX_TBT = 10.0, 2.0
 """The longest time between two tokens, unless a request says otherwise: so many times its TBT, and
@@ -469,6 +471,8 @@ class Request:
         generated: What other engines have generated of each continuation; empty for a request that
             begins here.
         moved: When it moved to another engine, in seconds from its arrival.
+        pages: Cached blocks that came along with `generated`, by the keys of their tokens: of each
+            what `Executor.saved` returns. What is missing, or does not fit, is computed again.
 
     Raises:
         InvalidRequest: The prompt is empty, the value is not between LEAST_VALUE and MOST_VALUE, or
@@ -495,6 +499,7 @@ class Request:
     continues: tuple[tuple[str, str], ...] = ()
     generated: tuple[Generated, ...] = ()
     moved: tuple[float, ...] = ()
+    pages: Mapping[bytes, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -258,6 +258,44 @@ class Scheduler:
         if self.table.state[row] == RUNNING:
             full = int(self.table.computed[row]) // self.pool.block_size
             self._register(row, first, full, launched=True)
+
+    def pages(self, row: int) -> tuple[list[tuple[bytes, int]], Save | None]:
+        """The row's full blocks of K and V that are computed, in order, if there is host memory for
+        such pages: their keys, each with a key there; and how to save those that are not there."""
+        cache, found, ids = self.cache, list[tuple[bytes, int]](), list[int]()
+        if cache is None or cache.host is None or self.groups is not None:
+            return found, None
+        new: list[int] = []
+        for index in range(int(self.table.computed[row]) // self.pool.block_size):
+            page = cache.page(row, index)
+            if page is None or not page.is_known:
+                break
+            if page.host is None:
+                new.append(self.host.new_key())
+                ids += page.ids
+            found.append((page.key, new[-1] if page.host is None else page.host))
+        return found, Save(tuple(new), *self._slots(np.array(ids))) if new else None
+
+    def adopt(self, row: int, sent: Mapping[bytes, np.ndarray]) -> list[tuple[int, np.ndarray]]:
+        """Takes in pages that another engine has sent for a row that was just added.
+
+        Args:
+            row: The row.
+            sent: The content of each by key.
+
+        Returns:
+            The keys in host memory of those that are to be kept there, and their content.
+        """
+        cache, kept = self.cache, list[tuple[int, np.ndarray]]()
+        if cache is None or cache.host is None or self.groups is not None:
+            return kept
+        for index, key in enumerate(cache.keys(row)):
+            if cache.page(row, index) is None:
+                place = cache.adopt(row, index) if key in sent else None
+                if place is None:
+                    break
+                kept.append((place, sent[key]))
+        return kept
 
     def forget_all(self) -> None:
         """Forgets all cached prefixes, since some of them may be wrong; also blocks that running

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from jaxserve.server.grpc.calls import ARRIVED
 from jaxserve.server.moves.passage import PASSAGE, Passage
-from jaxserve.server.moves.resume_point import Begun, Mark, Passed, unmarked
+from jaxserve.server.moves.resume_point import Begun, Cache, Mark, Passed, unmarked
 
 Parts = AsyncGenerator[list[Any], None]
 OK = grpc.StatusCode.OK.name
@@ -117,8 +117,11 @@ async def _parts(
             await news.wait()
             news.clear()
             over = running.done()
-            if piece := waiting.take(everything=over):
+            left = passage is not None and passage.left
+            if piece := waiting.take(everything=over and not left):
                 yield piece
+            if left:
+                return
             if over:
                 running.result()
                 return
@@ -139,6 +142,10 @@ class _Waiting:
     def say(self, part: Any) -> None:
         """Adds a part, unless the client has it."""
         passage = self._passage
+        if passage is not None and passage.left:
+            return
+        if isinstance(part, Cache):  # what was said without a mark is said again elsewhere
+            self._parts = self._parts[: self._marked()]
         if passage is not None and passage.silent and not (_fails(part) or isinstance(part, Mark)):
             return
         self._parts.append(part)
@@ -148,17 +155,21 @@ class _Waiting:
     def _whole(self, part: Any) -> bool:
         """Whether a piece ends with this part, and is worth sending."""
         many = len(self._parts) >= _MARKS
-        begins = isinstance(part, Begun)
-        return begins or (isinstance(part, Passed) and (many or bool(unmarked(self._parts))))
+        alone = isinstance(part, Begun | Cache)
+        return alone or (isinstance(part, Passed) and (many or bool(unmarked(self._parts))))
 
     def take(self, *, everything: bool) -> list[Any]:
         """The next piece; empty if there is none yet."""
         end = len(self._parts)
         if not everything and self._passage is not None and self._passage.begun:
-            marks = (i for i in range(end, 0, -1) if isinstance(self._parts[i - 1], Mark))
-            end = next(marks, 0)
+            end = self._marked()
         piece, self._parts = self._parts[:end], self._parts[end:]
         return piece
+
+    def _marked(self) -> int:
+        """How many parts there are up to the last mark."""
+        places = range(len(self._parts), 0, -1)
+        return next((i for i in places if isinstance(self._parts[i - 1], Mark)), 0)
 
 
 def _fails(part: Any) -> bool:

@@ -13,6 +13,7 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
@@ -28,7 +29,7 @@ from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import OK, Status
 from jaxserve.deploy.metrics import metrics_page
 from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
-from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
+from jaxserve.deploy.replicas import AVOID, NOTHING, PAGES, ROUTING_REQUEST
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
@@ -294,6 +295,7 @@ class Ingress:
         given: Sequence[Any],
         avoided: tuple[str, ...],
         point: ResumePoint,
+        pages: Mapping[bytes, np.ndarray],
     ) -> Pieces:
         """The answer of one replica.
 
@@ -303,6 +305,7 @@ class Ingress:
             given: the call's arguments.
             avoided: names of replicas to avoid.
             point: where the answer begins or goes on.
+            pages: what comes along, as `Request.pages`.
 
         Raises:
             ReplicaLost: the replica is lost.
@@ -310,7 +313,8 @@ class Ingress:
         resume = point.model_dump_json().encode()
         tokens = sum(len(one.tokens) for one in point.outputs)
         routing_request = routing_request.after(tokens, point.fingerprint)
-        named = {ROUTING_REQUEST: routing_request, AVOID: avoided}
+        named: dict[str, Any] = {ROUTING_REQUEST: routing_request, AVOID: avoided}
+        named |= {PAGES: dict(pages)} if pages else {}
         answer = method.remote(*given, resume, **named)
         try:
             async for piece in answer:

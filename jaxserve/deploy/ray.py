@@ -22,11 +22,13 @@ from ray.serve.config import (
     RequestRouterConfig,
 )
 
+from jaxserve.deploy import roster  # not what is in it, which Ray would copy
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.followers import running_engine
 from jaxserve.deploy.ingress import Ingress
 from jaxserve.deploy.load import Load, wanted_replicas
 from jaxserve.deploy.replica import EngineReplica
+from jaxserve.deploy.roster import Roster
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
 from jaxserve.engine.block_keys import SECRET_BYTES
@@ -41,13 +43,6 @@ _LOOK_BACK_S = 15.0  # replicas report every 10 s
 
 def app(settings: Settings) -> Application:
     """The application. Raises ConfigError for flags that serve.py would not take."""
-    return application(settings, os.urandom(SECRET_BYTES))
-
-
-def application(settings: Settings, secret: bytes) -> Application:
-    """`app` with a secret of its replicas' keys of prompts. All replicas and routers derive the
-    same keys. A new secret comes with new `args`, which replace all replicas anyway; the same one
-    leaves them alone if the settings do. Raises ConfigError likewise."""
     config = replica_config(settings.flags, settings.hosts)
     engine = serve.deployment(
         EngineReplica,
@@ -74,14 +69,26 @@ def application(settings: Settings, secret: bytes) -> Application:
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
         graceful_shutdown_wait_loop_s=0.5,
     )
+    # All replicas and routers derive the same keys of prompts. A new secret comes with new `args`,
+    # which replace all replicas anyway.
+    secret = os.urandom(SECRET_BYTES)
     run = functools.partial(running_engine, block_secret=secret)
-    bound = engine.bind(settings.flags, settings.hosts, run, replica_name)
+    bound = engine.bind(settings.flags, settings.hosts, run, replica_name, own_roster)
     return ingress.bind(bound, settings.flags, secret)
 
 
 def replica_name() -> str:
     """Ray Serve's name of the calling replica."""
     return serve.get_replica_context().replica_tag
+
+
+def own_roster() -> Roster:
+    """The roster of the calling replica's deployment. A handle has a router, which hears from Ray
+    Serve which replicas run."""
+    context = serve.get_replica_context()
+    handle = serve.get_deployment_handle(context.deployment, context.app_name)
+    handle._init()
+    return roster.ROSTER
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Literal
+
+import numpy as np
 
 from jaxserve.server.moves.resume_point import Answered, Begun, ResumePoint
 
 Pieces = AsyncGenerator[list[Any], None]
 RESUME_S = 30.0
 """Seconds within which another replica has to go on with an answer."""
-LEAVE_S = 2.0
-"""Seconds that an answer may still take of a replica that is to go, before another goes on."""
+LEAVE_S = 4.0
+"""Seconds that an answer may still take of a replica that is to go, before another goes on though
+the first has not left it (`EngineReplica`)."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0  # before a further try
 
 
@@ -62,8 +65,8 @@ class Relay:
 
     Args:
         send: sends the call to a replica and yields its answer; the generator raises ReplicaLost.
-            Its arguments are the names of replicas to avoid if there are others, and where the
-            answer goes on.
+            Its arguments are the names of replicas to avoid if there are others, where the answer
+            goes on, and what the replica before has cached of it, as `Request.pages`.
         tells: whether a part of a piece contains any of the answer. Parts before that (headers, for
             example) are held back, so that a retry remains possible.
         point: where the answer begins.
@@ -73,7 +76,7 @@ class Relay:
 
     def __init__(
         self,
-        send: Callable[[tuple[str, ...], ResumePoint], Pieces],
+        send: Callable[[tuple[str, ...], ResumePoint, Mapping[bytes, np.ndarray]], Pieces],
         tells: Callable[[Any], object],
         point: ResumePoint,
         leaves: Callable[[str, str], bool] = lambda name, fingerprint: False,
@@ -95,11 +98,14 @@ class Relay:
         """
         while True:
             try:
-                answer = self._send(self._avoided, self._answered.point)
+                answered = self._answered
+                answer = self._send(self._avoided, answered.point, answered.pages)
                 async with aclosing(answer) as pieces:
                     while (piece := await self._next(pieces)) is not None:
                         if passed_on := self._take(piece):
                             yield passed_on
+                if self._answered.left:
+                    raise _Left("it is being removed", dead=True)
                 if self._held:
                     yield self._held
                 return

@@ -9,11 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from prometheus_client import Metric
 
 from jaxserve.config import Config
@@ -28,6 +31,7 @@ from jaxserve.deploy.response_kind import (
     grpc_response_kind,
     http_response_kind,
 )
+from jaxserve.deploy.roster import Roster
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
@@ -48,6 +52,9 @@ from jaxserve.server.telemetry.metrics import MetricsRegistry
 from jaxserve.server.telemetry.trace_options import open_traces
 
 log = logging.getLogger(__name__)
+LEAVE_S = 2.0
+"""Seconds that the answers of a replica that is to go may still take."""
+_EXPORT_S, _MOST_BYTES = 1.5, 256 << 20  # for all answers; of one answer's cache
 _BROKEN_OFF = (CallOutcome.ENGINE_FAILED, CallOutcome.SHUTTING_DOWN)
 
 
@@ -59,6 +66,8 @@ class EngineReplica:
         hosts: number of hosts that serve together.
         run: context manager with the started engine for a config; it stops the engine on exit.
         name: returns the replica's name in the deployment.
+        watch: returns the roster of the deployment, once the replica serves; None: it hears
+            nothing of whether it is to go.
 
     Raises:
         ConfigError: the flags are wrong.
@@ -70,10 +79,13 @@ class EngineReplica:
         hosts: int,
         run: Callable[[Config], AbstractContextManager[EngineClient]],
         name: Callable[[], str],
+        watch: Callable[[], Roster] | None = None,
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
         config = replica_config(flags, hosts)
-        self._name = name()
+        self._name, self._watch = name(), watch
+        self._passages = set[Passage]()
+        self._going: asyncio.Task[None] | None = None
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config.server)
         # The other replicas would not have it.
@@ -110,6 +122,7 @@ class EngineReplica:
         *,
         routing_request: RoutingRequest,
         avoid: Sequence[str] = (),
+        pages: Mapping[bytes, np.ndarray] | None = None,
     ) -> Parts:
         """Yields the response to an HTTP call, as ASGI messages, and marks.
 
@@ -120,12 +133,13 @@ class EngineReplica:
             answer that nobody resumes, to a call that comes now.
             routing_request: for the router only.
             avoid: for the router only.
+            pages: what another replica has cached of the answer, as `Request.pages`.
 
         Raises:
             Unserved: the replica takes no more requests, and has failed to answer this one; what is
             not yielded was not answered.
         """
-        passage = self._passage(resume)
+        passage = self._passage(resume, await asyncio.to_thread(_own, pages) if pages else None)
         state = {} if passage is None else {ARRIVED: passage.began}
         parts = call_asgi(self._app, {**scope, "state": state}, body, passage)
         served = self._served(parts, http_response_kind, passage)
@@ -143,6 +157,7 @@ class EngineReplica:
         *,
         routing_request: RoutingRequest,
         avoid: Sequence[str] = (),
+        pages: Mapping[bytes, np.ndarray] | None = None,
     ) -> Parts:
         """Yields the response to an RPC of jaxserve.v1.Generation, as `call_grpc` does.
 
@@ -154,23 +169,26 @@ class EngineReplica:
             resume: see `http`.
             routing_request: for the router only.
             avoid: for the router only.
+            pages: what another replica has cached of the answer, as `Request.pages`.
 
         Raises:
             Unserved: see `http`.
         """
-        passage = self._passage(resume)
+        passage = self._passage(resume, await asyncio.to_thread(_own, pages) if pages else None)
         parts = call_grpc(self._handler, method, message, metadata, peer, passage)
         served = self._served(parts, grpc_response_kind, passage)
         async with contextlib.aclosing(served) as pieces:
             async for piece in pieces:
                 yield piece
 
-    def _passage(self, resume: bytes) -> Passage | None:
+    def _passage(
+        self, resume: bytes, pages: Mapping[bytes, np.ndarray] | None = None
+    ) -> Passage | None:
         """Raises Unserved if another replica has to resume the answer."""
         if not resume:
             return None
         try:
-            return Passage(resume, self._engine.info().system_fingerprint, self._name)
+            return Passage(resume, self._engine.info().system_fingerprint, self._name, pages)
         except CannotResume as error:
             raise Unserved(str(error), self._name) from None
 
@@ -181,7 +199,7 @@ class EngineReplica:
         with it: it begins with a failure, or breaks off, and the replica takes no more requests; or
         it cannot be resumed here now."""
         told = ResponseKind.NOTHING
-        async with contextlib.aclosing(parts):
+        async with contextlib.aclosing(parts), self._known(passage):
             async for piece in parts:
                 if passage is not None and not isinstance(piece[-1], Mark):
                     self._check(passage)
@@ -191,8 +209,63 @@ class EngineReplica:
                     if told is ResponseKind.FAILURE and why is not None:
                         raise Unserved(why, self._name)
                 yield piece
-        if passage is not None and passage.silent:
+        if passage is not None and passage.silent and not passage.left:
             self._check(passage)
+
+    @contextlib.asynccontextmanager
+    async def _known(self, passage: Passage | None) -> AsyncGenerator[None, None]:
+        """Within it, the passage's answer may be left to other replicas."""
+        if passage is None:
+            yield
+            return
+        self._passages.add(passage)
+        try:
+            yield
+        finally:
+            self._passages.discard(passage)
+
+    async def leave(self) -> None:
+        """Leaves all answers that can be resumed to other replicas, one after the other, with what
+        is cached of them as long as there is time."""
+        due = time.monotonic() + _EXPORT_S
+        for passage in list(self._passages):
+            pages = await asyncio.to_thread(self._pages_of, passage, due)
+            passage.leave(pages)
+
+    def _pages_of(self, passage: Passage, due: float) -> dict[bytes, np.ndarray]:
+        """What is cached of an answer, if it can be had by then and is not too large. Its requests
+        go on meanwhile."""
+        pages: dict[bytes, np.ndarray] = {}
+        requests = () if passage.call is None else passage.call.requests
+        for request in requests:
+            left = due - time.monotonic()
+            if left > 0:
+                with contextlib.suppress(TimeoutError, EngineStopped):
+                    pages |= self._engine.export(request.id, left)
+        size = sum(page.nbytes for page in pages.values())
+        return pages if size <= _MOST_BYTES else {}
+
+    def _on_roster(self, roster: Roster) -> None:
+        """On any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._look, roster)
+
+    def _look(self, roster: Roster) -> None:
+        """Leaves everything in LEAVE_S if the replica is to go."""
+        if self._going is not None or not roster.leaves(self._name, self._fingerprint):
+            return
+
+        async def go() -> None:
+            await asyncio.sleep(LEAVE_S)
+            if roster.leaves(self._name, self._fingerprint):
+                await self.leave()
+            self._going = None
+
+        self._going = asyncio.create_task(go())
+
+    @property
+    def _fingerprint(self) -> str:
+        return self._engine.info().system_fingerprint
 
     def _check(self, passage: Passage) -> None:
         """Raises Unserved if the answer has not been resumed, or has broken off."""
@@ -227,9 +300,13 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """The snapshot for routers, and which answers it can go on with."""
+        if self._watch is not None:
+            watch, self._watch = self._watch, None
+            roster = watch()
+            roster.listen(functools.partial(self._on_roster, roster))
         draining = self._frontends.requests.closed is not None
         snapshot = self._stats.snapshot(draining=draining).as_dict()
-        return {SNAPSHOT: snapshot, FINGERPRINT: self._engine.info().system_fingerprint}
+        return {SNAPSHOT: snapshot, FINGERPRINT: self._fingerprint}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `ray.scale`."""
@@ -270,3 +347,8 @@ class EngineReplica:
         kind = EngineStopped if isinstance(error, HostLost) else StreamFailed
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._frontends.requests.fail, text, kind)
+
+
+def _own(pages: Mapping[bytes, np.ndarray]) -> dict[bytes, np.ndarray]:
+    """A copy: arrays may be views of Ray's object store, which would keep them there."""
+    return {bytes(key): np.array(page) for key, page in pages.items()}

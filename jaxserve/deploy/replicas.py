@@ -16,6 +16,8 @@ ROUTING_REQUEST = "routing_request"
 """The keyword argument of a call with its routing request."""
 AVOID = "avoid"
 """The keyword argument with the names of replicas that cannot answer the call."""
+PAGES = "pages"
+"""The keyword argument with what another replica has cached of the answer."""
 NOTHING = RoutingRequest(1)
 """Routing request of a call that generates nothing, or will be refused."""
 SNAPSHOT, FINGERPRINT = "snapshot", "fingerprint"

@@ -27,6 +27,7 @@ from jaxserve.engine.block_keys import BlockKeys, KeyChain
 from jaxserve.engine.device.buckets import ASKED, Buckets
 from jaxserve.engine.device.compilations import CompileCounter, StepCompiler
 from jaxserve.engine.device.executor import Executor
+from jaxserve.engine.device.host_copies import Saved
 from jaxserve.engine.device.sampling_state import RequestRow
 from jaxserve.engine.drafts.drafting import Drafting, Drafts
 from jaxserve.engine.errors import AdapterError, EngineStopped, HostLost
@@ -73,6 +74,14 @@ class _ToolCalls:
 
     request_id: str
     tools: Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Export:
+    """Asks for a request's cached blocks. done: completed or failed afterwards."""
+
+    request_id: str
+    done: Future[dict[bytes, Saved]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +167,9 @@ class Engine:
         # Shared between threads, under the condition's lock.
         self._wake = threading.Condition()
         # Strings are ids of requests to cancel.
-        self._inbox: deque[Submit | str | _Command | _PutAdapter | _ToolCalls | Buckets] = deque()
+        self._inbox: deque[
+            Submit | str | _Command | _PutAdapter | _ToolCalls | _Export | Buckets
+        ] = deque()
         self._using: dict[str, Adapter] = {}  # by request id
         self._places = RequestPlaces(scheduler.table.capacity)
         self._open, self._stop = True, False
@@ -449,6 +460,36 @@ class Engine:
             self._inbox.append(_Command.RESET_PREFIX_CACHE)
             self._wake.notify()
 
+    def export(self, request_id: str, seconds: float) -> dict[bytes, np.ndarray]:
+        """The full blocks of K and V that a running request has computed, by the keys of their
+        tokens, for `Request.pages` of another engine with the same system fingerprint and secret.
+        The request goes on meanwhile. Waits for the copies, on the calling thread.
+
+        Args:
+            request_id: the request.
+            seconds: how long to wait.
+
+        Returns:
+            Empty without a prefix cache with host memory, or with several hosts.
+
+        Raises:
+            TimeoutError: it takes longer.
+            EngineStopped: the engine has ended.
+        """
+        due = self._clock() + seconds
+        sent = self.exporting(request_id).result(seconds)
+        return {key: one.wait(due - self._clock()) for key, one in sent.items()}
+
+    def exporting(self, request_id: str) -> Future[dict[bytes, Saved]]:
+        """Begins to `export`. Raises EngineStopped."""
+        done: Future[dict[bytes, Saved]] = Future()
+        with self._wake:
+            if self._failure is not None or self._thread is None or self._stop:
+                raise EngineStopped("the engine has ended")
+            self._inbox.append(_Export(request_id, done))
+            self._wake.notify()
+        return done
+
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
         with self._wake:
@@ -671,6 +712,8 @@ class Engine:
                 self._step_loop.note_tools(command.request_id, command.tools)
             elif isinstance(command, Buckets):
                 self._use(command)
+            elif isinstance(command, _Export):
+                command.done.set_result(self._step_loop.export(command.request_id))
             else:
                 self._step_loop.cancel(command)
         return True

@@ -21,6 +21,7 @@ from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
 from jaxserve.engine.device.compilations import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
+from jaxserve.engine.device.host_copies import Saved
 from jaxserve.engine.device.pooling_step import Pooled
 from jaxserve.engine.device.sampling import NOT_FINITE, SampleResult, mask_words
 from jaxserve.engine.device.sampling_state import (
@@ -201,6 +202,7 @@ class StepLoop:
                 mine.append(one)
                 left.pop(0)
                 self.live[one.row] = one
+                self._adopt(one)
                 if command.replays:
                     one.replay(*command.replays[index])
                 if before and one.speculator is not None:
@@ -276,6 +278,26 @@ class StepLoop:
                 self._end(continuation, FinishReason.CANCELLED)
             except BaseException as error:
                 self._fail(continuation, error)
+
+    def export(self, request_id: str) -> dict[bytes, Saved]:
+        """The request's cached blocks by key, on their way to host memory."""
+        sent: dict[bytes, Saved] = {}
+        for one in self._by_id.get(request_id, ()) if self._executor.sends else ():
+            pages, save = self._scheduler.pages(one.row)
+            if save is not None:
+                self._executor.save(save.keys, save.counts, save.slots)
+            sent |= {key: self._executor.saved(kept) for key, kept in pages}
+            if save is not None:
+                self._executor.discard(save.keys)
+        return sent
+
+    def _adopt(self, one: Continuation) -> None:
+        """Keeps the cached blocks that came along with a continuation, as far as they fit."""
+        executor = self._executor
+        if one.request.pages and executor.sends:
+            fitting = {key: page for key, page in one.request.pages.items() if executor.fits(page)}
+            for key, contents in self._scheduler.adopt(one.row, fitting):
+                executor.keep(key, contents)
 
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         """See `ProgramTable.note_tools`."""

@@ -62,6 +62,18 @@ class HostPages:
         step."""
         self._new[page] = ids
         page.host = self._memory.new_key()
+        self._add(page)
+
+    def adopt(self, page: Page) -> int | None:
+        """Keeps a page whose content another engine has sent. Returns its key in host memory; None
+        if there is no room for it."""
+        if (self._count + 1) * self._slots > self._memory.num_free:
+            return None
+        page.host = self._memory.new_key()
+        self._add(page)
+        return page.host
+
+    def _add(self, page: Page) -> None:
         self._pages.add(page)
         self._pages.count(page.tenant, 1)
         self._count += 1

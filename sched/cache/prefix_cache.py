@@ -152,6 +152,10 @@ class PrefixCache:
     def _length(self, keys: Sequence[bytes], end: bytes) -> int:
         return bisect.bisect_left(keys, True, key=lambda key: key + end not in self._pages)
 
+    def keys(self, row: int) -> Sequence[bytes]:
+        """Keys of the row's full blocks, in order."""
+        return self._keys.get(row, ())
+
     def num_keys(self, row: int) -> int:
         """How many of the row's blocks have keys."""
         return len(self._keys.get(row, ()))
@@ -320,6 +324,28 @@ class PrefixCache:
             page.ids = ids
         self._fill(page, row)
         return page
+
+    def adopt(self, row: int, index: int) -> int | None:
+        """Adds a page to host memory, whose content another engine has sent.
+
+        Args:
+            row: A waiting row, which finds it from now on.
+            index: Index of the block; those before it are pages.
+
+        Returns:
+            Its key in host memory; None if there is no room.
+        """
+        key, before = self._keys[row][index], self.page(row, index - 1) if index else None
+        page = Page(key, (), before, KV)
+        self._give(page, row)
+        kept = None if self.host is None else self.host.adopt(page)
+        if kept is not None:
+            self._pages[key] = page
+            self.sketch.add((key,), index)
+            if before is not None:
+                before.after.add(page)
+            self._woken |= self._wanted.pop(key, _NOBODY)
+        return kept
 
     def _fill(self, page: Page, row: int) -> None:
         """Records that the row has filled the blocks of a new page."""

@@ -7,17 +7,20 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.client import make_request
 from jaxserve.deploy import relay as relay_module
+from jaxserve.deploy import replica as replica_module
 from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
+from jaxserve.deploy.roster import Roster
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.moves.passage import Passage
 from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint, unmarked
@@ -92,29 +95,34 @@ class Fleet:
         self._replicas, self._lost_after = list(replicas), list(lost_after)
         self.points: list[ResumePoint] = []
         self.leaving: set[str] = set()
+        self.pages: list[Mapping[bytes, np.ndarray]] = []
 
     def http(self, path: str, body: dict[str, Any]) -> Relay:
         scope = {**SCOPE, "path": path, "raw_path": path.encode()}
 
-        def send(replica: EngineReplica, resume: bytes) -> Pieces:
-            return replica.http(scope, json.dumps(body).encode(), resume, routing_request=NOTHING)
+        def send(replica: EngineReplica, resume: bytes, pages: Any) -> Pieces:
+            said = json.dumps(body).encode()
+            return replica.http(scope, said, resume, routing_request=NOTHING, pages=pages)
 
         return self._relay(send, http_response_kind)
 
     def grpc(self, message: pb.GenerateRequest) -> Relay:
-        def send(replica: EngineReplica, resume: bytes) -> Pieces:
+        def send(replica: EngineReplica, resume: bytes, pages: Any) -> Pieces:
             given = ("/jaxserve.v1.Generation/Generate", message.SerializeToString(), (), "ipv4:1")
-            return replica.grpc(*given, resume, routing_request=NOTHING)
+            return replica.grpc(*given, resume, routing_request=NOTHING, pages=pages)
 
         return self._relay(send, grpc_response_kind)
 
-    def _relay(self, send: Callable[[EngineReplica, bytes], Pieces], tells: Any) -> Relay:
-        async def pieces(avoided: tuple[str, ...], point: ResumePoint) -> Pieces:
+    def _relay(self, send: Callable[[EngineReplica, bytes, Any], Pieces], tells: Any) -> Relay:
+        async def pieces(
+            avoided: tuple[str, ...], point: ResumePoint, pages: Mapping[bytes, np.ndarray]
+        ) -> Pieces:
+            self.pages.append(pages)
             self.points.append(point.model_copy(deep=True))
             replica = self._replicas.pop(0)
             left = self._lost_after.pop(0) if self._lost_after else 10**9
             try:
-                answer = send(replica, point.model_dump_json().encode())
+                answer = send(replica, point.model_dump_json().encode(), pages)
                 async with contextlib.aclosing(answer) as told:
                     async for piece in told:
                         if unmarked(piece) or not isinstance(piece[0], Begun):
@@ -135,8 +143,8 @@ def paced(replica: EngineReplica) -> None:
     """Tells the replica's engine, if it wants to know, what its frontends have said."""
     engine, passage_of = replica._engine, replica._passage
 
-    def passage(resume: bytes) -> Passage | None:
-        made = passage_of(resume)
+    def passage(resume: bytes, pages: Any = None) -> Passage | None:
+        made = passage_of(resume, pages)
         if made is not None and isinstance(engine, Paced):
             passing = made.passing
 
@@ -474,6 +482,66 @@ def test_an_answer_leaves_a_replica_that_is_to_go(
     (point,) = fleets[0].points[1:]
     assert len(first.cancelled) == 1 and point.why == ("drained" if begun else "")
     assert bool(point.outputs) == begun
+
+
+@pytest.mark.parametrize("door", ["http", "grpc"])
+def test_a_replica_that_is_to_go_leaves_its_answers_with_what_it_has_cached(
+    monkeypatch: pytest.MonkeyPatch, door: str
+) -> None:
+    monkeypatch.setattr(replica_module, "LEAVE_S", 0.0)
+    first, second, roster = Paced().run(), Paced().run(), Roster()
+    first.cache = {b"k" * 16: np.arange(8.0)}
+    fleets: list[Fleet] = []
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        for replica in replicas:
+            replica._watch = lambda: roster
+            await replica.record_routing_stats()
+        roster.update({"r0": FINGERPRINT, "r1": FINGERPRINT})
+        fleet = Fleet(replicas)
+        fleets.append(fleet)
+        body = {"prompt": "Hi", "max_tokens": 200, "stream": True}
+        relay = fleet.http("/v1/completions", body)
+        if door == "grpc":
+            relay = fleet.grpc(make_request("Hi", max_tokens=200))
+        async for piece in relay.pieces():
+            yield piece
+            roster.update({"r1": FINGERPRINT})
+        await asyncio.to_thread(first.wait, lambda: not first.live)
+
+    parts = served(call, [first, second])
+    if door == "http":
+        texts = [choice["text"] for each in events(parts) for choice in each["choices"]]
+    else:
+        texts = [pb.GenerateResponse.FromString(part).text for part in parts[:-1]]
+    assert "".join(texts) == "".join(f" w{k}" for k in range(200))
+    (point,), (_, pages) = fleets[0].points[1:], fleets[0].pages
+    assert point.why == "drained" and point.outputs and len(first.cancelled) == 1
+    (request,) = second.requests
+    assert [*request.pages] == [*pages] == [b"k" * 16]
+    assert (request.pages[b"k" * 16] == np.arange(8.0)).all()
+
+
+def test_a_cache_that_is_too_large_or_late_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer goes all the same."""
+    engine, other = Paced().run(), Paced().run()
+    engine.cache = {b"k" * 16: np.arange(8.0)}
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        for broken in ("_MOST_BYTES", "_EXPORT_S"):
+            with monkeypatch.context() as patch:
+                patch.setattr(replica_module, broken, 0)
+                fleet = Fleet(replicas)
+                body = {"prompt": "Hi", "max_tokens": 100, "stream": True, "request_id": broken}
+                left = False
+                async for _ in fleet.http("/v1/completions", body).pieces():
+                    if not left:
+                        left = True
+                        await replicas[0].leave()
+                assert fleet.pages == [{}, {}] and fleet.points[1].outputs
+                yield []
+
+    assert served(call, [engine, other]) == []
 
 
 def test_what_ends_in_time_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:

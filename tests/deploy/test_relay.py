@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +30,9 @@ class Fleet:
     def unused(self) -> int:
         return len(self._scripts)
 
-    async def send(self, avoided: tuple[str, ...], point: ResumePoint) -> Pieces:
+    async def send(
+        self, avoided: tuple[str, ...], point: ResumePoint, pages: Mapping[bytes, Any]
+    ) -> Pieces:
         self.avoided.append(avoided)
         self.points.append(point.model_copy(deep=True))
         script = self._scripts.pop(0)

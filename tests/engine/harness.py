@@ -120,7 +120,7 @@ def write_shape(folder: Path, family: str) -> Path:
 
 
 @contextmanager
-def engine(path: Path, **fields: Any) -> Iterator[Engine]:
+def engine(path: Path, block_secret: bytes | None = None, **fields: Any) -> Iterator[Engine]:
     """A running engine; fields override the config, `scheduler__max_rows=4`. Whatever the test
     did, the pool must be whole afterwards.
 
@@ -146,7 +146,7 @@ def engine(path: Path, **fields: Any) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         if not config.engine.compilation_cache_dir:
             patch.setattr(initial_cost_model, "timed_model", _timed_once)
-        built = build_engine(config, progress=False)
+        built = build_engine(config, progress=False, block_secret=block_secret)
     built.start()
     try:
         yield built

@@ -138,6 +138,7 @@ class FakeEngine:
         self.cached_tokens = 0  # of every prompt, as far as it has so many
         self.drafts = 0, 0  # of every continuation: right, and wrong
         self.resets = 0
+        self.cache: dict[bytes, np.ndarray] = {}  # of every request
         self.tools: list[tuple[str, dict[str, str]]] = []  # as noted, by request
         self.loaded: dict[str, Adapter] = {}
         self.problems: tuple[SloProblem, ...] = ()
@@ -197,6 +198,9 @@ class FakeEngine:
 
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         self.tools.append((request_id, dict(tools)))
+
+    def export(self, request_id: str, seconds: float) -> dict[bytes, np.ndarray]:
+        return dict(self.cache)
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1

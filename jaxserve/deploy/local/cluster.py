@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxserve.deploy.settings import ENGINE, Settings
-from jaxserve.engine.block_keys import SECRET_BYTES
 from jaxserve.server.daemon_thread import in_daemon_thread
 
 HOST = "127.0.0.1"
@@ -36,17 +35,21 @@ class Cluster:
 
     def __init__(self, http_port: int, grpc_port: int) -> None:
         self.http, self.grpc = f"http://{HOST}:{http_port}/v1", f"{HOST}:{grpc_port}"
-        self._secret = os.urandom(SECRET_BYTES)
 
     def deploy(self, settings: Settings) -> float:
         """Deploys the application with these settings. Returns the seconds until it runs. Replicas
         that may stay do. Raises NotReady."""
         from ray import serve
 
-        from jaxserve.deploy.ray import application
+        from jaxserve.deploy.ray import app
 
-        target, began = application(settings, self._secret), time.monotonic()
-        running = in_daemon_thread(lambda: bool(serve.run(target, name=APP, route_prefix="/")))
+        target, began = app(settings), time.monotonic()
+        fixed = settings.max_replicas <= settings.replicas  # then `scale` may change it
+        running = in_daemon_thread(
+            lambda: bool(
+                serve.run(target, name=APP, route_prefix="/", external_scaler_enabled=fixed)
+            )
+        )
         try:
             running.result(READY_S)
         except TimeoutError:
@@ -58,6 +61,16 @@ class Cluster:
         self.wait(lambda: set(serve.status().proxies.values()) == {"HEALTHY"}, proxies)
         self.wait(lambda: self.replicas() == settings.replicas, "all replicas run")
         return time.monotonic() - began
+
+    def scale(self, replicas: int) -> None:
+        """Changes the number of replicas, and of nothing else, where it is not by load."""
+        import ray
+        from ray.serve._private.common import DeploymentID
+        from ray.serve.context import _get_global_client
+
+        controller = _get_global_client()._controller
+        engines = DeploymentID(name=ENGINE, app_name=APP)
+        ray.get(controller.update_deployment_replicas.remote(engines, replicas))
 
     def _problems(self) -> list[str]:
         """Problems of the deployments as Ray Serve reports them, the last line of each: of a

@@ -20,7 +20,7 @@ from jaxserve.engine.device.device_arrays import (
     put_local_part,
     put_replicated,
 )
-from jaxserve.engine.device.host_copies import HostCopies
+from jaxserve.engine.device.host_copies import HostCopies, Saved
 from jaxserve.engine.device.step_model import StepModel
 from jaxserve.pallas_kernels import Pool, move_slots, stage_in, stage_out, staging_shape
 from jaxserve.pallas_kernels.move import STAGING
@@ -129,6 +129,19 @@ class Mover:
             self._arriving.append((there, len(piece)))
             first += count
         return pool
+
+    def saved(self, key: int) -> Saved:
+        """See `HostCopies.saved`."""
+        return self._host.saved(key)
+
+    def fits(self, pool: Pool, contents: np.ndarray, slots: int) -> bool:
+        """Whether an array of another engine is as this one saves so many slots of the pool."""
+        mine = local_shape(self._staging, staging_shape(pool, slots))
+        return contents.shape == tuple(mine) and contents.dtype == pool.dtype
+
+    def keep(self, key: int, contents: np.ndarray) -> None:
+        """Keeps slots that another engine has saved, for `load`."""
+        self._host.keep(key, contents)
 
     def discard(self, keys: Sequence[int]) -> None:
         """Frees the tokens saved under these keys."""

@@ -23,6 +23,7 @@ from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.cache_moves import Mover
 from jaxserve.engine.device.device_arrays import put_replicated
 from jaxserve.engine.device.hidden_cache import make_project_to_kv
+from jaxserve.engine.device.host_copies import Saved
 from jaxserve.engine.device.model_step import StepOutput, make_model_step
 from jaxserve.engine.device.pooling_step import Pooled, Wanted, make_pooling_step
 from jaxserve.engine.device.prompt_logprobs_step import make_prompt_step
@@ -153,6 +154,23 @@ class Executor(Protocol):
 
     def discard(self, keys: Sequence[int]) -> None:
         """Frees the tokens saved under these keys. Unknown keys are ignored."""
+        ...
+
+    @property
+    def sends(self) -> bool:
+        """Whether what is saved can be sent to other engines: `saved` and `keep`."""
+        ...
+
+    def saved(self, key: int) -> Saved:
+        """The tokens saved under a key, for `keep` of another engine's executor."""
+        ...
+
+    def fits(self, page: np.ndarray) -> bool:
+        """Whether an array of another engine has shape and dtype of a saved block of K and V."""
+        ...
+
+    def keep(self, key: int, contents: np.ndarray) -> None:
+        """Keeps tokens that another engine has saved, for `load`."""
         ...
 
     def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
@@ -458,6 +476,23 @@ class JaxExecutor:
     def discard(self, keys: Sequence[int]) -> None:
         """See `Executor`."""
         self._moving().discard(keys)
+
+    @property
+    def sends(self) -> bool:
+        """See `Executor`."""
+        return self._mover is not None
+
+    def saved(self, key: int) -> Saved:
+        """See `Executor`."""
+        return self._moving().saved(key)
+
+    def fits(self, page: np.ndarray) -> bool:
+        """See `Executor`."""
+        return self._moving().fits(self.pool, page, 2 * self.pool.shape[3])
+
+    def keep(self, key: int, contents: np.ndarray) -> None:
+        """See `Executor`."""
+        self._moving().keep(key, contents)
 
     def close(self) -> None:
         """See `Executor`."""

@@ -7,15 +7,31 @@ thread continues, and waits only for copies that it needs back.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxserve.engine.device.device_arrays import local_part
+
+
+class Saved(NamedTuple):
+    """A saved array, or one that is being saved."""
+
+    array: np.ndarray
+    copied: tuple[Future[None], ...]
+
+    def wait(self, seconds: float) -> np.ndarray:
+        """The array, once it is whole. Any thread may wait. Raises TimeoutError, or the error of a
+        failed copy."""
+        due = time.monotonic() + seconds
+        for each in self.copied:
+            each.result(max(0.0, due - time.monotonic()))
+        return self.array
 
 
 class HostCopies:
@@ -68,6 +84,14 @@ class HostCopies:
         for copied in self._copied[key]:
             copied.result()
         return self._kept[key]
+
+    def keep(self, key: int, contents: np.ndarray) -> None:
+        """Keeps an array that another engine has saved."""
+        self._kept[key], self._copied[key] = contents, []
+
+    def saved(self, key: int) -> Saved:
+        """The array saved under `key`, which stays whole if the key is discarded."""
+        return Saved(self._kept[key], tuple(self._copied[key]))
 
     def discard(self, keys: Iterable[int]) -> None:
         """Frees the arrays saved under the keys. Unknown keys are ignored, since a step that failed

@@ -15,6 +15,7 @@ import numpy as np
 from jaxserve.engine.device.batch_layout import Layout
 from jaxserve.engine.device.buckets import Buckets
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
+from jaxserve.engine.device.host_copies import Saved
 from jaxserve.engine.device.pooling_step import Pooled, Wanted
 from jaxserve.engine.device.sampling import SampleResult
 from jaxserve.engine.device.sampling_state import SlotParams
@@ -128,6 +129,20 @@ class LeaderExecutor:
         """See `Executor`."""
         with self._telling(Calls.DISCARD, keys=[int(key) for key in keys]):
             self._local.discard(keys)
+
+    sends = False  # each host has its own part
+
+    def saved(self, key: int) -> Saved:
+        """See `Executor`. Never called."""
+        raise RuntimeError("caches are not sent by several hosts")
+
+    def fits(self, page: np.ndarray) -> bool:
+        """See `Executor`."""
+        return False
+
+    def keep(self, key: int, contents: np.ndarray) -> None:
+        """See `Executor`. Never called."""
+        raise RuntimeError("caches are not sent to several hosts")
 
     def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
         """See `Executor`. Never called, since the start refuses adapters with several hosts."""

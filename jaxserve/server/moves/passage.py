@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import numpy as np
 from pydantic import ValidationError
 
 from jaxserve.engine.output import TokenLogprobs
 from jaxserve.sched.request import Generated, Request
-from jaxserve.server.moves.resume_point import KEY_BYTES, Begun, Mark, Passed, ResumePoint
+from jaxserve.server.moves.resume_point import KEY_BYTES, Begun, Cache, Mark, Passed, ResumePoint
 
 PASSAGE = "jaxserve.passage"
 """Key of a call's scope state, and attribute of its gRPC context."""
@@ -37,6 +38,7 @@ class _Call(Protocol):
 
     outcome: Any
     reason: str
+    requests: Sequence[Request]
 
 
 class CannotResume(ValueError):
@@ -50,11 +52,13 @@ class Passage:
         record: From `ResumePoint.model_dump_json`, of the version of whoever sent it.
         fingerprint: The replica's system fingerprint.
         replica: Its name.
+        pages: What came along from the replica before, as `Request.pages`.
 
     Attributes:
         point: The record.
         began: When the call came, in seconds of time.monotonic().
         begun: Whether this replica's answer can be resumed.
+        left: Whether it is left to other replicas, and nothing more is said here.
         silent: Whether what the frontend says is left out, since the client has it.
         tell: Takes the marks.
         call: The frontend's record of the call, once there is one.
@@ -63,7 +67,13 @@ class Passage:
         CannotResume: Another replica has to do it.
     """
 
-    def __init__(self, record: bytes, fingerprint: str, replica: str) -> None:
+    def __init__(
+        self,
+        record: bytes,
+        fingerprint: str,
+        replica: str,
+        pages: Mapping[bytes, np.ndarray] | None = None,
+    ) -> None:
         try:
             self.point = ResumePoint.model_validate_json(record)
         except ValidationError as error:
@@ -73,12 +83,12 @@ class Passage:
         asked = self.point.fingerprint
         if asked not in ("", fingerprint):
             raise CannotResume(f"the answer was begun by {asked}; this replica is {fingerprint}")
-        self.begun, self.silent = False, bool(self.point.outputs)
+        self.begun, self.left, self.silent = False, False, bool(self.point.outputs)
         self.tell: Callable[[Mark], None] = lambda _: None
         self.call: _Call | None = None
         # The clock of the host that says when it came may be ahead.
         self.began = time.monotonic() - max(0.0, time.time() - self.point.arrived)
-        self._begun = Begun(fingerprint, replica)
+        self._begun, self._pages = Begun(fingerprint, replica), pages or {}
         self._outputs = {one.number: one for one in self.point.outputs}
 
     def drawn(self, what: str) -> bytes:
@@ -98,7 +108,9 @@ class Passage:
         made = []
         for place, request in enumerate(wanted):
             found = tuple(self._generated(place * n + index) for index in range(n))
-            made.append(dataclasses.replace(request, generated=found, moved=moved))
+            made.append(
+                dataclasses.replace(request, generated=found, moved=moved, pages=self._pages)
+            )
         return made
 
     def _generated(self, number: int) -> Generated:
@@ -124,6 +136,12 @@ class Passage:
         logprobs = tuple((one.logprob, one.top) for one in delta.logprobs)
         times = tuple(came - self.began for came in delta.times)
         self.tell(Passed(number, tuple(delta.token_ids), times, logprobs, delta.expected_missed))
+
+    def leave(self, pages: Mapping[bytes, np.ndarray]) -> None:
+        """Leaves the answer to other replicas, with what is cached of it here."""
+        if self.begun and not self.left:
+            self.tell(Cache(pages))
+            self.left = True
 
     def over(self) -> None:
         """All continuations have ended: what follows is new."""

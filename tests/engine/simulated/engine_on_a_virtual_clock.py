@@ -101,7 +101,7 @@ class Device:
         self, clock: Clock, cost_model: CostModel, buckets: Buckets, lengths: np.ndarray
     ) -> None:
         self.buckets, self.lengths = buckets, lengths
-        self.copies_beside = False
+        self.copies_beside = self.sends = False
         self.intact = True
         self.numbers: dict[int, int] = {}
         self.step: Step  # the last that was planned

@@ -230,7 +230,13 @@ SEEDS = (None, 0, None, 1, 2)  # of the streams, one after the other; every fift
 
 
 async def mixed(
-    cluster: Cluster, count: int, tokens: int, when: int, then: Callable[[], None]
+    cluster: Cluster,
+    count: int,
+    tokens: int,
+    when: int = 0,
+    then: Callable[[], None] = lambda: None,
+    *,
+    alike: bool = True,
 ) -> list[Stream]:
     """Streams over HTTP and gRPC at once, greedy ones and drawn ones.
 
@@ -239,6 +245,7 @@ async def mixed(
         count: Number of streams.
         tokens: Of each.
         when, then: As in `many`.
+        alike: Whether they have SEEDS in turn; otherwise each is drawn, with a seed of its own.
     """
     options = (("grpc.enable_http_proxy", 0),)
     async with (
@@ -247,7 +254,7 @@ async def mixed(
     ):
 
         def ask(number: int) -> Ask:
-            seed = SEEDS[number % len(SEEDS)]
+            seed = SEEDS[number % len(SEEDS)] if alike else number
             if number % len(SEEDS) == len(SEEDS) - 1:
                 return lambda on_first: rpc(channel, tokens, on_first, seed)
             return lambda on_first: stream(api, MODEL, tokens, on_first, seed)
@@ -257,7 +264,7 @@ async def mixed(
 
 def _killed(cluster: Cluster) -> Killed:
     victim = cluster.processes()[0]
-    texts = _texts(cluster, TOKENS)
+    texts = [each.text for each in asyncio.run(mixed(cluster, len(SEEDS), TOKENS))]
     kill = functools.partial(os.kill, victim, signal.SIGKILL)
 
     def replaced() -> bool:
@@ -294,21 +301,19 @@ def _killed(cluster: Cluster) -> Killed:
 def drain(cluster: Cluster) -> Drained:
     """Removes one of two replicas under long streams."""
     cluster.deploy(settings(2, 0))
-    texts = _texts(cluster, LONG_TOKENS)
     times: list[float] = []
 
     def remove() -> None:
         began = time.monotonic()
-        scaling = threading.Thread(target=cluster.deploy, args=(settings(1, 0),))
-        scaling.start()
+        cluster.scale(1)
         cluster.wait(lambda: len(cluster.processes()) == 1, "one of two ends", _SCALE_S)
         times.append(time.monotonic() - began)
-        scaling.join()
 
     removing = threading.Thread(target=remove)
-    ended = asyncio.run(mixed(cluster, LONG, LONG_TOKENS, BEGUN, removing.start))
+    asked = functools.partial(mixed, cluster, LONG, LONG_TOKENS, alike=False)
+    ended = asyncio.run(asked(BEGUN, removing.start))
     removing.join()
-    expected = [texts[number % len(SEEDS)] for number in range(LONG)]
+    expected = [each.text for each in asyncio.run(asked())]
     return Drained(
         streams=LONG,
         tokens=LONG_TOKENS,
@@ -321,15 +326,6 @@ def drain(cluster: Cluster) -> Drained:
         gap=max((each.gap for each in ended if each.moved), default=0.0),
         usual_gap=max((each.gap for each in ended if not each.moved), default=0.0),
     )
-
-
-def _texts(cluster: Cluster, tokens: int) -> list[str]:
-    """What streams with SEEDS should write."""
-    return [each.text for each in asyncio.run(mixed(cluster, len(SEEDS), tokens, 0, _nothing))]
-
-
-def _nothing() -> None:
-    """Nothing is to happen."""
 
 
 def lines(found: Found) -> list[str]:

@@ -1,0 +1,100 @@
+"""A cache that comes along with a request: found like any other, and only by who may."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.sched.request import Generated, Request, SamplingParams
+from tests.engine.harness import Gate, Stream, engine, wait_until_idle
+
+FIELDS: dict[str, Any] = {"cache__prefix_caching": True, "cache__host_gib": 0.01}
+PROMPT = tuple(range(5, 31))
+
+
+@pytest.fixture(scope="module")
+def two(shapes: dict[str, Path]) -> Iterator[tuple[Engine, Engine]]:
+    """One from which a request goes, and one to which it comes."""
+    secret = b"s" * 32
+    with (
+        engine(shapes["opt"], block_secret=secret, **FIELDS) as here,
+        engine(shapes["opt"], block_secret=secret, **FIELDS) as there,
+    ):
+        yield here, there
+
+
+def halfway(on: Engine, request: Request, tokens: int) -> tuple[Generated, dict[bytes, np.ndarray]]:
+    """What there is of a request after so many tokens: tokens, and the cache."""
+    gate, stream = Gate(), Stream()
+    came: list[int] = []
+
+    def on_output(output: Any) -> None:
+        came.extend(output.token_ids)
+        if len(came) >= tokens:
+            gate(output)
+
+    stream.on_output = on_output
+    on.submit(request, stream)
+    gate.reached()
+    done = on.exporting(request.id)
+    gate.open()
+    pages = {key: one.wait(60) for key, one in done.result(60).items()}
+    stream.wait()
+    times = [came for output in stream.outputs for came in output.token_times]
+    return Generated(tuple(stream.tokens()[:tokens]), tuple(times[:tokens])), pages
+
+
+def test_it_finds_what_has_come_along(two: tuple[Engine, Engine]) -> None:
+    here, there = two
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    request = Request("a", PROMPT, sampling)
+    whole = Stream()
+    here.submit(dataclasses.replace(request, id="whole", tenant="other"), whole)
+    expected = whole.wait().tokens()
+    generated, pages = halfway(here, request, 13)
+    assert {len(key) for key in pages} == {16}
+    pages = dict(list(pages.items())[: (len(PROMPT) + 12) // 4])
+    assert len(pages) == 9
+    moved = dataclasses.replace(request, generated=(generated,), moved=(1.0,))
+
+    def resumed(name: str, **changes: Any) -> tuple[list[int], int]:
+        there.reset_prefix_cache()
+        before, stream = there.stats().slots_restored, Stream()
+        there.submit(dataclasses.replace(moved, id=name, **changes), stream)
+        assert stream.wait().tokens() == expected
+        wait_until_idle(there)
+        return stream.tokens(), there.stats().slots_restored - before
+
+    assert resumed("with nothing")[1] == 0
+    assert resumed("with all", pages=pages)[1] == 2 * 4 * len(pages)
+    some = dict(list(pages.items())[:4])
+    assert resumed("with some", pages=some)[1] == 2 * 4 * 4
+    gap = {key: page for key, page in pages.items() if key != [*pages][2]}
+    assert resumed("with a gap", pages=gap)[1] == 2 * 4 * 2
+    wrong = {key: page[:-1] for key, page in pages.items()}
+    assert resumed("with what does not fit", pages=wrong)[1] == 0
+    other = {key: page.astype(np.float64) for key, page in pages.items()}
+    assert resumed("with other numbers", pages=other)[1] == 0
+    assert resumed("with others' keys", pages={b"x" * 16: next(iter(pages.values()))})[1] == 0
+    assert resumed("of another tenant", tenant="else", pages=pages)[1] == 0
+
+
+def test_nothing_is_sent_of_what_is_not_there(two: tuple[Engine, Engine]) -> None:
+    here, _ = two
+    assert here.export("nobody", 60) == {}
+
+
+def test_what_does_not_fit_into_host_memory_is_computed(shapes: dict[str, Path]) -> None:
+    fields = {**FIELDS, "cache__host_gib": 0.0}
+    with engine(shapes["opt"], **fields) as small:
+        stream = Stream()
+        sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+        pages = {b"x" * 16: np.zeros((8, 2, 4, 8), np.float32)}
+        small.submit(Request("a", PROMPT, sampling, pages=pages), stream)
+        assert len(stream.wait().tokens()) == 8 and small.export("a", 60) == {}
