@@ -13,7 +13,6 @@ from contextlib import aclosing
 from typing import Any
 
 import grpc
-import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from ray.exceptions import ActorDiedError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
@@ -295,7 +294,7 @@ class Ingress:
         given: Sequence[Any],
         avoided: tuple[str, ...],
         point: ResumePoint,
-        pages: Mapping[bytes, np.ndarray],
+        pages: Any,
     ) -> Pieces:
         """The answer of one replica.
 
@@ -305,7 +304,7 @@ class Ingress:
             given: the call's arguments.
             avoided: names of replicas to avoid.
             point: where the answer begins or goes on.
-            pages: what comes along, as `Request.pages`.
+            pages: what comes along, as `Cache.pages`.
 
         Raises:
             ReplicaLost: the replica is lost.
@@ -314,7 +313,7 @@ class Ingress:
         tokens = sum(len(one.tokens) for one in point.outputs)
         routing_request = routing_request.after(tokens, point.fingerprint)
         named: dict[str, Any] = {ROUTING_REQUEST: routing_request, AVOID: avoided}
-        named |= {PAGES: dict(pages)} if pages else {}
+        named |= {} if pages is None else {PAGES: pages}
         answer = method.remote(*given, resume, **named)
         try:
             async for piece in answer:

@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import (
@@ -31,6 +32,7 @@ from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.roster import Roster
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
+from jaxserve.deploy.transport import Pages, Transport
 from jaxserve.engine.block_keys import SECRET_BYTES
 
 GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
@@ -38,6 +40,7 @@ GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_serv
 _CALLS = 100_000  # at once: the engines enforce the limits
 _STOP_S = 30.0  # beyond the grace period, until a replica is killed
 _HEALTH_S, _HEALTH_TIMEOUT_S = 5.0, 30.0
+_GET_S = 2.0
 _LOOK_BACK_S = 15.0  # replicas report every 10 s
 
 
@@ -73,7 +76,8 @@ def app(settings: Settings) -> Application:
     # which replace all replicas anyway.
     secret = os.urandom(SECRET_BYTES)
     run = functools.partial(running_engine, block_secret=secret)
-    bound = engine.bind(settings.flags, settings.hosts, run, replica_name, own_roster)
+    about = (replica_name, own_roster, ObjectStore())
+    bound = engine.bind(settings.flags, settings.hosts, run, *about)
     return ingress.bind(bound, settings.flags, secret)
 
 
@@ -89,6 +93,20 @@ def own_roster() -> Roster:
     handle = serve.get_deployment_handle(context.deployment, context.app_name)
     handle._init()
     return roster.ROSTER
+
+
+class ObjectStore(Transport):
+    """Through Ray's object store: on one node both read the same memory, and only a reference goes
+    through the ingress."""
+
+    def put(self, pages: Pages) -> Any:
+        """See `Transport`. Lost with this process."""
+        return [ray.put(dict(pages))]  # Ray leaves references in lists alone
+
+    def get(self, handle: Any) -> Pages:
+        """See `Transport`. Copies them, since arrays in the store would keep their room there."""
+        (reference,) = handle
+        return super().get(ray.get(reference, timeout=_GET_S))
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

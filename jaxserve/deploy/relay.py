@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Literal
-
-import numpy as np
 
 from jaxserve.server.moves.resume_point import Answered, Begun, ResumePoint
 
@@ -66,7 +64,7 @@ class Relay:
     Args:
         send: sends the call to a replica and yields its answer; the generator raises ReplicaLost.
             Its arguments are the names of replicas to avoid if there are others, where the answer
-            goes on, and what the replica before has cached of it, as `Request.pages`.
+            goes on, and what the replica before has cached of it, as `Cache.pages`.
         tells: whether a part of a piece contains any of the answer. Parts before that (headers, for
             example) are held back, so that a retry remains possible.
         point: where the answer begins.
@@ -76,7 +74,7 @@ class Relay:
 
     def __init__(
         self,
-        send: Callable[[tuple[str, ...], ResumePoint, Mapping[bytes, np.ndarray]], Pieces],
+        send: Callable[[tuple[str, ...], ResumePoint, Any], Pieces],
         tells: Callable[[Any], object],
         point: ResumePoint,
         leaves: Callable[[str, str], bool] = lambda name, fingerprint: False,

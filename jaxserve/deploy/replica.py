@@ -32,6 +32,7 @@ from jaxserve.deploy.response_kind import (
     http_response_kind,
 )
 from jaxserve.deploy.roster import Roster
+from jaxserve.deploy.transport import Pages, Transport
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
@@ -68,6 +69,7 @@ class EngineReplica:
         name: returns the replica's name in the deployment.
         watch: returns the roster of the deployment, once the replica serves; None: it hears
             nothing of whether it is to go.
+        transport: how what is cached of answers gets to other replicas.
 
     Raises:
         ConfigError: the flags are wrong.
@@ -80,10 +82,12 @@ class EngineReplica:
         run: Callable[[Config], AbstractContextManager[EngineClient]],
         name: Callable[[], str],
         watch: Callable[[], Roster] | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
         config = replica_config(flags, hosts)
         self._name, self._watch = name(), watch
+        self._transport = transport or Transport()
         self._passages = set[Passage]()
         self._going: asyncio.Task[None] | None = None
         log_to_stderr(config.telemetry.log_format)
@@ -122,7 +126,7 @@ class EngineReplica:
         *,
         routing_request: RoutingRequest,
         avoid: Sequence[str] = (),
-        pages: Mapping[bytes, np.ndarray] | None = None,
+        pages: Any = None,
     ) -> Parts:
         """Yields the response to an HTTP call, as ASGI messages, and marks.
 
@@ -133,13 +137,14 @@ class EngineReplica:
             answer that nobody resumes, to a call that comes now.
             routing_request: for the router only.
             avoid: for the router only.
-            pages: what another replica has cached of the answer, as `Request.pages`.
+            pages: what another replica has cached of the answer, as `Cache.pages`.
 
         Raises:
             Unserved: the replica takes no more requests, and has failed to answer this one; what is
             not yielded was not answered.
         """
-        passage = self._passage(resume, await asyncio.to_thread(_own, pages) if pages else None)
+        came = {} if pages is None else await asyncio.to_thread(self._get, pages)
+        passage = self._passage(resume, came)
         state = {} if passage is None else {ARRIVED: passage.began}
         parts = call_asgi(self._app, {**scope, "state": state}, body, passage)
         served = self._served(parts, http_response_kind, passage)
@@ -157,7 +162,7 @@ class EngineReplica:
         *,
         routing_request: RoutingRequest,
         avoid: Sequence[str] = (),
-        pages: Mapping[bytes, np.ndarray] | None = None,
+        pages: Any = None,
     ) -> Parts:
         """Yields the response to an RPC of jaxserve.v1.Generation, as `call_grpc` does.
 
@@ -169,21 +174,28 @@ class EngineReplica:
             resume: see `http`.
             routing_request: for the router only.
             avoid: for the router only.
-            pages: what another replica has cached of the answer, as `Request.pages`.
+            pages: what another replica has cached of the answer, as `Cache.pages`.
 
         Raises:
             Unserved: see `http`.
         """
-        passage = self._passage(resume, await asyncio.to_thread(_own, pages) if pages else None)
+        came = {} if pages is None else await asyncio.to_thread(self._get, pages)
+        passage = self._passage(resume, came)
         parts = call_grpc(self._handler, method, message, metadata, peer, passage)
         served = self._served(parts, grpc_response_kind, passage)
         async with contextlib.aclosing(served) as pieces:
             async for piece in pieces:
                 yield piece
 
-    def _passage(
-        self, resume: bytes, pages: Mapping[bytes, np.ndarray] | None = None
-    ) -> Passage | None:
+    def _get(self, handle: Any) -> Pages:
+        """What another replica has put; empty if it cannot be had, and is computed again."""
+        try:
+            return self._transport.get(handle)
+        except Exception as error:
+            log.warning("what is cached of an answer has not come: %r", error)
+            return {}
+
+    def _passage(self, resume: bytes, pages: Pages | None = None) -> Passage | None:
         """Raises Unserved if another replica has to resume the answer."""
         if not resume:
             return None
@@ -229,12 +241,11 @@ class EngineReplica:
         is cached of them as long as there is time."""
         due = time.monotonic() + _EXPORT_S
         for passage in list(self._passages):
-            pages = await asyncio.to_thread(self._pages_of, passage, due)
-            passage.leave(pages)
+            passage.leave(await asyncio.to_thread(self._put, passage, due))
 
-    def _pages_of(self, passage: Passage, due: float) -> dict[bytes, np.ndarray]:
-        """What is cached of an answer, if it can be had by then and is not too large. Its requests
-        go on meanwhile."""
+    def _put(self, passage: Passage, due: float) -> Any:
+        """Puts what is cached of an answer, if it can be had by then and is not too large. Its
+        requests go on meanwhile. Returns `Cache.pages`."""
         pages: dict[bytes, np.ndarray] = {}
         requests = () if passage.call is None else passage.call.requests
         for request in requests:
@@ -243,7 +254,7 @@ class EngineReplica:
                 with contextlib.suppress(TimeoutError, EngineStopped):
                     pages |= self._engine.export(request.id, left)
         size = sum(page.nbytes for page in pages.values())
-        return pages if size <= _MOST_BYTES else {}
+        return self._transport.put(pages) if 0 < size <= _MOST_BYTES else None
 
     def _on_roster(self, roster: Roster) -> None:
         """On any thread."""
@@ -347,8 +358,3 @@ class EngineReplica:
         kind = EngineStopped if isinstance(error, HostLost) else StreamFailed
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._frontends.requests.fail, text, kind)
-
-
-def _own(pages: Mapping[bytes, np.ndarray]) -> dict[bytes, np.ndarray]:
-    """A copy: arrays may be views of Ray's object store, which would keep them there."""
-    return {bytes(key): np.array(page) for key, page in pages.items()}

@@ -17,7 +17,7 @@ ROUTING_REQUEST = "routing_request"
 AVOID = "avoid"
 """The keyword argument with the names of replicas that cannot answer the call."""
 PAGES = "pages"
-"""The keyword argument with what another replica has cached of the answer."""
+"""The keyword argument by which what another replica has cached of the answer is got."""
 NOTHING = RoutingRequest(1)
 """Routing request of a call that generates nothing, or will be refused."""
 SNAPSHOT, FINGERPRINT = "snapshot", "fingerprint"

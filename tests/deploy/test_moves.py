@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.roster import Roster
+from jaxserve.deploy.transport import Transport
 from jaxserve.engine.errors import HostLost
 from jaxserve.server.moves.passage import Passage
 from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint, unmarked
@@ -95,7 +96,7 @@ class Fleet:
         self._replicas, self._lost_after = list(replicas), list(lost_after)
         self.points: list[ResumePoint] = []
         self.leaving: set[str] = set()
-        self.pages: list[Mapping[bytes, np.ndarray]] = []
+        self.pages: list[Any] = []
 
     def http(self, path: str, body: dict[str, Any]) -> Relay:
         scope = {**SCOPE, "path": path, "raw_path": path.encode()}
@@ -114,9 +115,7 @@ class Fleet:
         return self._relay(send, grpc_response_kind)
 
     def _relay(self, send: Callable[[EngineReplica, bytes, Any], Pieces], tells: Any) -> Relay:
-        async def pieces(
-            avoided: tuple[str, ...], point: ResumePoint, pages: Mapping[bytes, np.ndarray]
-        ) -> Pieces:
+        async def pieces(avoided: tuple[str, ...], point: ResumePoint, pages: Any) -> Pieces:
             self.pages.append(pages)
             self.points.append(point.model_copy(deep=True))
             replica = self._replicas.pop(0)
@@ -538,10 +537,28 @@ def test_a_cache_that_is_too_large_or_late_stays(monkeypatch: pytest.MonkeyPatch
                     if not left:
                         left = True
                         await replicas[0].leave()
-                assert fleet.pages == [{}, {}] and fleet.points[1].outputs
+                assert fleet.pages == [None, None] and fleet.points[1].outputs
                 yield []
 
     assert served(call, [engine, other]) == []
+
+
+def test_a_cache_that_does_not_come_is_computed_again() -> None:
+    class Lost(Transport):
+        def get(self, handle: Any) -> Any:
+            raise ConnectionError("its owner has died")
+
+    engine = Paced().run()
+
+    def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        replicas[0]._transport = Lost()
+        scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
+        resume = point().model_dump_json().encode()
+        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=["gone"])
+
+    assert b'"text":" w3"' in b"".join(part["body"] for part in unmarked(served(call, [engine])))
+    assert not engine.requests[0].pages and engine.requests[0].generated
 
 
 def test_what_ends_in_time_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,8 +137,9 @@ class Passage:
         times = tuple(came - self.began for came in delta.times)
         self.tell(Passed(number, tuple(delta.token_ids), times, logprobs, delta.expected_missed))
 
-    def leave(self, pages: Mapping[bytes, np.ndarray]) -> None:
-        """Leaves the answer to other replicas, with what is cached of it here."""
+    def leave(self, pages: Any) -> None:
+        """Leaves the answer to other replicas, with what is cached of it here. pages: as
+        `Cache.pages`."""
         if self.begun and not self.left:
             self.tell(Cache(pages))
             self.left = True

@@ -10,10 +10,9 @@ that it is the same everywhere.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_VALUES = 1 << 19
@@ -56,9 +55,10 @@ class Passed(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The replica leaves the answer here. pages: what it has cached of it, as `Request.pages`."""
+    """The replica leaves the answer here. pages: by which others get what it has cached of the
+    answer (`deploy/transport.py`); None for nothing."""
 
-    pages: Mapping[bytes, np.ndarray]
+    pages: Any
 
 
 Mark = Begun | Passed | Cache
@@ -125,13 +125,13 @@ class Answered:
         begun: Whether the answer is one that can be resumed. False again if there was too much.
         replica: The name of the replica that has begun it last.
         left: Whether that replica has left it to others.
-        pages: What came along with it then.
+        pages: As `Cache.pages`, of that replica.
         point: Where it can be resumed.
     """
 
     def __init__(self, point: ResumePoint) -> None:
         self.begun, self.point, self.replica = False, point, ""
-        self.left, self.pages = False, dict[bytes, np.ndarray]()
+        self.left, self.pages = False, None
         self._outputs: dict[int, Progress] = {}
         self._values = 0
 
@@ -146,12 +146,12 @@ class Answered:
         for part in piece:
             if isinstance(part, Begun):
                 self.begun, self.replica = True, part.replica
-                self.left, self.pages = False, {}
+                self.left, self.pages = False, None
                 self.point.fingerprint = part.fingerprint
             elif isinstance(part, Passed):
                 self._add(part)
             elif isinstance(part, Cache):
-                self.left, self.pages = True, dict(part.pages)
+                self.left, self.pages = True, part.pages
         bodies = (part for part in parts if isinstance(part, dict) and part.get("body"))
         self.point.messages += len(list(bodies))
         return parts
