@@ -10,6 +10,7 @@ docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the c
 # Annotations are not postponed: Ray Serve reads the one of `app` to parse its arguments.
 import functools
 import os
+import time
 from collections import defaultdict
 from typing import Any
 
@@ -40,7 +41,7 @@ GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_serv
 _CALLS = 100_000  # at once: the engines enforce the limits
 _STOP_S = 30.0  # beyond the grace period, until a replica is killed
 _HEALTH_S, _HEALTH_TIMEOUT_S = 5.0, 30.0
-_GET_S = 2.0
+_GET_S, _HELD_S = 2.0, 10.0
 _LOOK_BACK_S = 15.0  # replicas report every 10 s
 
 
@@ -99,9 +100,16 @@ class ObjectStore(Transport):
     """Through Ray's object store: on one node both read the same memory, and only a reference goes
     through the ingress."""
 
+    def __init__(self) -> None:
+        self._held: list[tuple[float, Any]] = []
+
     def put(self, pages: Pages) -> Any:
-        """See `Transport`. Lost with this process."""
-        return [ray.put(dict(pages))]  # Ray leaves references in lists alone
+        """See `Transport`. Lost with this process, or some seconds later: Ray Serve passes
+        references on without Ray's knowledge, so somebody has to hold them."""
+        now, reference = time.monotonic(), ray.put(dict(pages))
+        self._held = [(when, one) for when, one in self._held if now - when < _HELD_S]
+        self._held.append((now, reference))
+        return [reference]  # Ray leaves those in lists alone
 
     def get(self, handle: Any) -> Pages:
         """See `Transport`. Copies them, since arrays in the store would keep their room there."""

@@ -237,11 +237,12 @@ class EngineReplica:
             self._passages.discard(passage)
 
     async def leave(self) -> None:
-        """Leaves all answers that can be resumed to other replicas, one after the other, with what
-        is cached of them as long as there is time."""
+        """Leaves all answers that can be resumed to other replicas: at once those that have not
+        begun, then one after the other, with what is cached of them as long as there is time."""
         due = time.monotonic() + _EXPORT_S
-        for passage in list(self._passages):
-            passage.leave(await asyncio.to_thread(self._put, passage, due))
+        for passage in sorted(self._passages, key=lambda passage: passage.tokens):
+            pages = await asyncio.to_thread(self._put, passage, due) if passage.tokens else None
+            passage.leave(pages)
 
     def _put(self, passage: Passage, due: float) -> Any:
         """Puts what is cached of an answer, if it can be had by then and is not too large. Its

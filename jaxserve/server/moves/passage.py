@@ -59,6 +59,7 @@ class Passage:
         began: When the call came, in seconds of time.monotonic().
         begun: Whether this replica's answer can be resumed.
         left: Whether it is left to other replicas, and nothing more is said here.
+        tokens: How many the client has been told.
         silent: Whether what the frontend says is left out, since the client has it.
         tell: Takes the marks.
         call: The frontend's record of the call, once there is one.
@@ -84,6 +85,7 @@ class Passage:
         if asked not in ("", fingerprint):
             raise CannotResume(f"the answer was begun by {asked}; this replica is {fingerprint}")
         self.begun, self.left, self.silent = False, False, bool(self.point.outputs)
+        self.tokens = sum(len(one.tokens) for one in self.point.outputs)
         self.tell: Callable[[Mark], None] = lambda _: None
         self.call: _Call | None = None
         # The clock of the host that says when it came may be ahead.
@@ -134,6 +136,7 @@ class Passage:
         if delta.replayed:
             return
         logprobs = tuple((one.logprob, one.top) for one in delta.logprobs)
+        self.tokens += len(delta.token_ids)
         times = tuple(came - self.began for came in delta.times)
         self.tell(Passed(number, tuple(delta.token_ids), times, logprobs, delta.expected_missed))
 
