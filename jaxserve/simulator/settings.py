@@ -16,6 +16,7 @@ from jaxserve.sched.cost.host_overhead import HostOverhead
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.step_residuals import Scatter
 from jaxserve.sched.policy import Limits, View
+from jaxserve.sched.routing.moves import Link
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.simulator.program_records import ProgramRecords
 from jaxserve.simulator.workloads.closed_loop import ClosedLoop
@@ -81,6 +82,8 @@ class Routing:
         loss: Share of the snapshots that get lost.
         faults: At most one for each replica.
         prefixes: Whether routers use the contents of prefix caches.
+        link: What lies between replicas, if requests may go on at another one after their first
+            token; only with `slo`.
 
     Raises:
         ValueError: For other values.
@@ -93,10 +96,13 @@ class Routing:
     loss: float = 0.0
     faults: tuple[Fault, ...] = ()
     prefixes: bool = True
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         if self.name not in ROUTERS:
             raise ValueError(f"there is no routing {self.name!r}; known: {', '.join(ROUTERS)}")
+        if self.link is not None and self.name != "slo":
+            raise ValueError(f"requests move with routing slo only, not with {self.name}")
         if self.routers < 1:
             raise ValueError(f"routers must be at least 1, got {self.routers}")
         if not 0 <= self.interval < math.inf:

@@ -265,10 +265,11 @@ def _compiled(options: RunOptions, setting: Setting, traffic: TrafficOptions) ->
         raise SimulationError(f"refuse_late must be at least 0, got {share}")
     plain = not (options.checked or setting.online or options.record_rows or cut)
     in_python = not plain or share is not None or setting.groups is not None
+    in_python |= setting.routing.link is not None
     if options.compiled and in_python:
         raise SimulationError(
             "compiled simulations check no plans, learn nothing, record no rows, predict no waits, "
-            "know no groups of layers and are not cut off"
+            "know no groups of layers and no moves, and are not cut off"
         )
     return False if in_python else options.compiled
 

@@ -57,12 +57,12 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
     tbt = (decode + s.prefill) / np.minimum(s.tbt, q.tbt)
     # Relegated requests were to come first, too, so this one may well be next where some are. Not
     # for breaking ties: if all are late anyway, the requests before it count.
-    late = _miss((first + s.relegated_work) / q.ttft)
-    missed = late + _miss((first + s.mean_output * decode) / q.jct) + _miss(tbt)
+    late = miss((first + s.relegated_work) / q.ttft)
+    missed = late + miss((first + s.mean_output * decode) / q.jct) + miss(tbt)
     saved = SAVED * (q.prompts * found * s.token)
     return missed + (START * first - saved) / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
 
 
-def _miss(share: Any) -> Any:
+def miss(share: Any) -> Any:
     """The likelihood, 0 to 1, of missing a target of which this share is predicted to be used."""
     return np.minimum(np.maximum((share - NEAR) / (2.0 * (1.0 - NEAR)), 0.0), 1.0)

@@ -174,10 +174,10 @@ class Fleet:
         known.dead = False
         self._known[:, replica] = [*vars(known).values()]
 
-    def send(self, replica: int, ask: RoutingRequest, now: float) -> None:
-        """Notes a request that is sent to the replica now."""
-        known, found = self._row(replica), 0.0
-        if self.prefixes is not None:
+    def send(self, replica: int, ask: RoutingRequest, now: float, *, moves: bool = False) -> None:
+        """Notes a request that is sent to the replica now. moves: whether its cache comes along."""
+        known, found = self._row(replica), float(ask.prompt_len if moves else 0.0)
+        if self.prefixes is not None and not moves:
             found = self.prefixes.send(replica, ask.marks, ask.hint, now) * known.block_size
         self._sent[replica].append((now, ask, found))
         add_request(known, ask, found, now)

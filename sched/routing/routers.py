@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxserve.sched.routing.estimate import violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.moves import Link, Moves
 from jaxserve.sched.routing.random_draws import below, drawn, seeded
 
 BOUND = 1.25  # multiple of the mean load from which prefixes do not count
@@ -156,17 +157,26 @@ class Router:
         number: Its number among the routers that share the seed, at least 0.
         apart: Whether other routers send to the same replicas without knowing of this one. If all
             of them took the first of equally good replicas, that one would get everything.
+        link: What lies between replicas, if requests move between them behind their prompts.
 
     Raises:
         ValueError: There is no such routing.
     """
 
     def __init__(
-        self, name: str, fleet: Fleet, seed: int = 0, number: int = 0, *, apart: bool = False
+        self,
+        name: str,
+        fleet: Fleet,
+        seed: int = 0,
+        number: int = 0,
+        *,
+        apart: bool = False,
+        link: Link | None = None,
     ) -> None:
         if name not in ROUTERS:
             raise ValueError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
         self.way, self.fleet = ROUTERS[name], fleet
+        self._moves = None if link is None else Moves(fleet, link)
         if self.way.finds:
             fleet.watch_prefixes()
         state = seeded(seed, number)
@@ -188,4 +198,18 @@ class Router:
             up[list(besides)] = False
         if not up.any():
             raise NoReplica("no replica takes requests")
+        if self._moves is not None:
+            return self._moves.begins_at(up, ask, now)
         return self.way.choose(self.fleet, up, self._lots, ask, now)
+
+    def goes_on_at(self, here: int, ask: RoutingRequest, now: float) -> int:
+        """The replica at which a request goes on after its first token; the caller then calls
+        `Fleet.send`. Only with a link.
+
+        Args:
+            here: Where it is.
+            ask: The request, all of its tokens counted as a prompt.
+            now: On the snapshots' clock.
+        """
+        assert self._moves is not None
+        return self._moves.goes_on_at(self.fleet.up, here, ask, now)

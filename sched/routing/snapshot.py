@@ -151,7 +151,16 @@ KNOWN = np.dtype(
     [
         (name, np.float64)
         for name in (
-            *("time", "unfinished", "tbt", "mean_output", "attainment", "by_tier", "block_size"),
+            *(
+                "time",
+                "unfinished",
+                "running",
+                "tbt",
+                "mean_output",
+                "attainment",
+                "by_tier",
+                "block_size",
+            ),
             *("realtime_work", "best_effort_work", "realtime_short", "best_effort_short"),
             *("rows_short", "token", "quad", "decode", "row", "read", "prefill"),
             *("per_block", "per_row", "relegated_work"),
@@ -167,7 +176,7 @@ def reset_known(s: Any, n: Any) -> None:
     """Sets s, a record of KNOWN, to the snapshot n, with nothing sent since."""
     decode = n.pace * (n.step + n.running * (n.token + n.decode) + n.cached * n.read)
     room = max(n.prefill_tokens - n.running, 1.0)
-    s.time, s.unfinished, s.tbt = n.time, n.unfinished, n.tbt
+    s.time, s.unfinished, s.running, s.tbt = n.time, n.unfinished, n.running, n.tbt
     s.mean_output, s.attainment, s.by_tier = n.mean_output, n.attainment, n.by_tier
     s.block_size, s.draining = n.block_size, n.draining > 0
     s.decode, s.row, s.read = decode, n.pace * (n.token + n.decode), n.pace * n.read

@@ -33,7 +33,7 @@ for _called in (
     snapshot.prompt_seconds,
     snapshot.prompt_blocks,
     estimate.first_token,
-    estimate._miss,
+    estimate.miss,
 ):
     register_jitable(**OPTIONS)(_called)
 _a_plane = kernel(blocks_a_plane)

@@ -77,7 +77,8 @@ def run_in_python(
             and not policy.speculates
             and keys is None
             and setting.online is None
-            and not setting.routing.faults,
+            and not setting.routing.faults
+            and setting.routing.link is None,
             record_rows=options.record_rows,
             block_keys=keys,
             guesses=guesses,
@@ -163,6 +164,62 @@ def _scheduler(policy: Policy, setting: Setting, options: RunOptions) -> Simulat
     )
 
 
+class _Places:
+    """Brings requests to replicas. Arguments as of `_serve`.
+
+    Attributes:
+        served_by: The replica of each request, by number.
+    """
+
+    def __init__(
+        self,
+        machines: list[Replica],
+        arrivals: Arrivals,
+        front: Front,
+        loops: Events,
+        queue: BoundedQueue,
+        late: Lateness,
+    ) -> None:
+        self._machines, self._arrivals, self._front = machines, arrivals, front
+        self._loops, self._queue, self._late = loops, queue, late
+        self.served_by: dict[int, int] = {}
+
+    def place(
+        self, number: int, request: Request, now: float, to: int = REFUSED, cached: int = 0
+    ) -> None:
+        """Brings a request to the replica that its router chooses, or to which it moves.
+
+        Args:
+            number: Its number.
+            request: The request.
+            now: Seconds.
+            to: The replica to which it moves; REFUSED if it does not.
+            cached: Tokens whose cache comes along.
+        """
+        front, served_by, outputs = self._front, self.served_by, self._arrivals.outputs
+        begun = outputs.so_far(number) if number in served_by else []
+        moves = to != REFUSED and not self._machines[to].dead
+        chosen = to if moves else front.choose(number, request, now, len(begun))
+        if chosen is None and begun:
+            front.failed.add(number)
+            outputs.end(number)
+            return
+        served_by.pop(number, None)
+        if chosen is None:
+            self._arrivals.refused(number, now)
+            return
+        machine = self._machines[chosen]
+        if not machine.dead:
+            taken = bool(begun) or self._late.admits(machine, number, request, now)
+            if not (taken and self._queue.admits(chosen, number, now, always=bool(begun))):
+                self._arrivals.refused(number, now)
+                return
+            machine.receive(number, request, now, begun, cached if moves else 0)
+            self._loops.at(chosen, machine.next_time)
+        served_by[number] = chosen
+        front.taken(chosen, number, request)
+
+
 def _serve(
     machines: list[Replica],
     arrivals: Arrivals,
@@ -177,31 +234,8 @@ def _serve(
     """Runs the event loop until all requests have ended, or `until`. Returns each request's replica
     by number, int64 [n], or REFUSED. Raises InvalidPlan if an unchecked plan wants more blocks than
     are free."""
-    served_by: dict[int, int] = {}
-
-    def place(number: int, request: Request, now: float) -> None:
-        before = served_by.pop(number, None)
-        begun = [] if before is None else arrivals.outputs.so_far(number)
-        chosen = front.choose(number, request, now, len(begun))
-        if chosen is None and begun:
-            served_by[number] = before  # type: ignore[assignment]
-            front.failed.add(number)
-            arrivals.outputs.end(number)
-            return
-        if chosen is None:
-            arrivals.refused(number, now)
-            return
-        machine = machines[chosen]
-        if not machine.dead:
-            taken = bool(begun) or late.admits(machine, number, request, now)
-            if not (taken and queue.admits(chosen, number, now, always=bool(begun))):
-                arrivals.refused(number, now)
-                return
-            machine.receive(number, request, now, begun)
-            loops.at(chosen, machine.next_time)
-        served_by[number] = chosen
-        front.taken(chosen, number, request)
-
+    places = _Places(machines, arrivals, front, loops, queue, late)
+    place, served_by = places.place, places.served_by
     while True:
         (time, index), arrival, timer = loops.first(), arrivals.next_time, front.next_time
         if not min(arrival, timer, time) < until:
@@ -214,6 +248,9 @@ def _serve(
             place(number, request, arrival)
             if progress is not None and number < arrivals.num_open:
                 progress(1)
+        elif timer <= time and front.comes:
+            number, request, to, cached = front.come()
+            place(number, request, timer, to, cached)
         elif timer <= time:
             stranded = front.run(arrivals.more)
             arrivals.release(front.failed, timer)
@@ -225,6 +262,8 @@ def _serve(
                 machine.run(min(arrivals.horizon(time), timer, until))
             except OutOfBlocks as error:
                 raise InvalidPlan(f"more blocks than are free ({error})") from error
+            if machine.began:
+                front.move(index)
             loops.at(index, machine.next_time)
             front.changed(index)
             arrivals.follow()

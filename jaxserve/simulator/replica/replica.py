@@ -79,6 +79,7 @@ class Replica:
         dead: Whether it has died.
         slowdown: Factor of its step times.
         lately: Recent statistics for snapshots.
+        began: Requests whose first token has come, since their reader last emptied it.
         rows_log: Which requests were in each batch, if recorded.
     """
 
@@ -99,6 +100,8 @@ class Replica:
         self.live = 0
         self.dead, self.slowdown = False, 1.0  # factor of step times
         self.lately = Lately()
+        self.began: list[int] = []
+        self._left: set[int] = set()  # requests that went on elsewhere
         self.rows_log: list[BatchRows] = []
         self._block_keys = block_keys
         self._drafter = None if guesses is None else Drafter(scheduler, guesses, outputs)
@@ -130,7 +133,12 @@ class Replica:
         return self._clock.device_free
 
     def receive(
-        self, number: int, request: Request, now: float, times: Sequence[float] = ()
+        self,
+        number: int,
+        request: Request,
+        now: float,
+        times: Sequence[float] = (),
+        cached: int = 0,
     ) -> None:
         """A request arrives. Call this only after the loop has run up to `now`.
 
@@ -139,6 +147,7 @@ class Replica:
             request: The request.
             now: Seconds.
             times: When the tokens came that another replica has generated of it.
+            cached: Tokens whose cache comes along.
         """
         output = int(self._outputs.lengths[number])
         keys: tuple[bytes, ...] = ()
@@ -152,12 +161,27 @@ class Replica:
         self._request_of[row] = number
         if self._drafter is not None:
             self._drafter.begin(row, request.tenant)
+        if cached:
+            self.scheduler.arrive(row, cached, number)
+        self._left.discard(number)
         self.live += 1
         self._came += 1
         if self.next_time == math.inf:
             self._woken = now
         if now - self._woken <= BURST:
             self.next_time = self._clock.wake(now)
+
+    def leave(self, number: int) -> int:
+        """A request goes on elsewhere. Returns the tokens whose cache goes along. A token in flight
+        is lost."""
+        (row,) = np.flatnonzero(
+            (self._request_of == number) & (self.scheduler.table.state != FREE)
+        ).tolist()
+        self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
+        self._has_slot[row] = False
+        self._left.add(number)
+        self.live -= 1
+        return self.scheduler.depart(row, number)
 
     def die(self) -> None:
         """Stops the replica; its requests lose all state."""
@@ -330,6 +354,8 @@ class Replica:
         rows, requests, drafts = step.emitting, step.requests, step.drafts
         # A request whose last token was in flight has taken part once more, in vain.
         over = outputs.over[requests]
+        if self._left:
+            over = over | np.isin(requests, [*self._left])
         if np.count_nonzero(over):
             rows, requests = rows[~over], requests[~over]
             drafts = None if drafts is None else drafts[~over]
@@ -353,6 +379,8 @@ class Replica:
             first = rows[before == 0]
             in_time = now - table.arrival[first] <= table.ttft[first]
             self.lately.began(len(first), int(np.count_nonzero(in_time)))
+            if self._setting.routing.link is not None:
+                self.began += requests[going & (before == 0)].tolist()
             self.lately.ended(outputs.lengths[requests[over]])
         if np.count_nonzero(over):
             for row in rows[over].tolist():

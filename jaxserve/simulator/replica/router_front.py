@@ -3,6 +3,7 @@ become slow or die."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 
@@ -47,9 +48,13 @@ class Front:
         step = self._step = setting.routing.routers
         fleets = [Fleet(len(range(i, count, step))) for i in range(step)]
         self._routers = [
-            Router(setting.routing.name, f, setting.seed, i) for i, f in enumerate(fleets)
+            Router(setting.routing.name, f, setting.seed, i, link=setting.routing.link)
+            for i, f in enumerate(fleets)
         ]
         self._timers = Events(4 * count)
+        self._travelling: list[tuple[float, int, int, int]] = []  # when, whose, where, tokens
+        self._requests: dict[int, Request] = {}  # of those that may move
+        self._at: dict[int, int] = {}  # where each request is, or where it goes
         self._draws = [seeded(setting.seed, step + i) for i in range(count)]
         self._under_way: dict[int, Snapshot] = {}
         self._changed = np.zeros(count, bool)
@@ -68,9 +73,10 @@ class Front:
 
     @property
     def next_time(self) -> float:
-        """The next time at which a snapshot is taken or delivered, a fault occurs or a death is
-        noticed."""
-        return self._timers.first()[0]
+        """The next time at which a snapshot is taken or delivered, a fault occurs, a death is
+        noticed or a request comes that moves."""
+        comes = self._travelling[0][0] if self._travelling else math.inf
+        return min(self._timers.first()[0], comes)
 
     def changed(self, replica: int) -> None:
         """Notes that the replica has changed since its last snapshot."""
@@ -107,6 +113,41 @@ class Front:
         """Notes that the replica has admitted the request."""
         if replica in self._dying:
             self._there[replica].append((number, request))
+        self._at[number] = replica
+        if self._setting.routing.link is not None:
+            self._requests[number] = request
+
+    def move(self, replica: int) -> None:
+        """Lets requests whose first tokens have just come from the replica go on elsewhere."""
+        link, machine = self._setting.routing.link, self._machines[replica]
+        began, machine.began = machine.began, []
+        for number in began:
+            assert link is not None
+            router, request = self._routers[number % self._step], self._requests[number]
+            now = float(self._outputs.times[self._outputs.offsets[number]])
+            self._look(number % self._step, now)
+            ask = RoutingRequest.from_request(request, self._setting.block_size).after(1, "")
+            here = replica // self._step
+            place = router.goes_on_at(here, ask, now)
+            if place == here or self._outputs.over[number]:
+                continue
+            router.fleet.send(place, ask, now, moves=True)
+            cached = machine.leave(number)
+            self._changed[replica] = True
+            to = number % self._step + place * self._step
+            self._at[number] = to
+            heapq.heappush(self._travelling, (now + link.seconds(cached), number, to, cached))
+
+    def come(self) -> tuple[int, Request, int, int]:
+        """The request that comes at `next_time`: its number, the request, where, and the tokens
+        whose cache comes along."""
+        _, number, replica, cached = heapq.heappop(self._travelling)
+        return number, self._requests[number], replica, cached
+
+    @property
+    def comes(self) -> bool:
+        """Whether the event at `next_time` is a request that moves."""
+        return bool(self._travelling) and self._travelling[0][0] <= self._timers.first()[0]
 
     def run(self, more: bool) -> Came | None:
         """Handles the event at `next_time`.
@@ -185,7 +226,7 @@ class Front:
         there.sort(key=lambda came: came[0], reverse=True)
         while there:
             number, request = there.pop()
-            if not outputs.over[number]:
+            if not outputs.over[number] and self._at[number] == replica:
                 outputs.preemptions[number] = 0
                 return number, request
         self._timers.at(NOTICE * len(self._machines) + replica, math.inf)

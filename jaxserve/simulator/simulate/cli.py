@@ -48,6 +48,10 @@ from 0: from that time on, or from the start, each step of the replica takes TIM
 without slow=, the replica is dead, which routers notice after 1 s or the given time. Its requests
 go on at others, where their prompts and tokens are computed again; without others they have failed.
 
+--link=2ms:5ms, with --routing=slo: behind its prompt a request may go on at another replica, with
+its cache, which takes 2 ms and 5 more for each 1,000 tokens (jaxserve/sched/routing/moves.py).
+:prompts=N has the first N replicas compute prompts only, the others none.
+
 --replay=FILE: the traffic that a server with --config.engine.record=FILE has served, on a system
 fitted to its steps, with its limits and its pool; --system, and the flags of limits and pool,
 override these; --seed is the server's by default. --rate stretches it to other rates. The

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.sched.routing.moves import Link
 from jaxserve.simulator.settings import Fault, Routing
 from jaxserve.simulator.simulate import flags
 from jaxserve.simulator.simulate.cli import main
@@ -49,6 +50,12 @@ def test_flags_say_what_is_before_the_replicas() -> None:
     assert routing(args) == Routing("slo", 2, 0.5, 0.1, 0.05, faults)
 
 
+def test_a_link_is_between_replicas() -> None:
+    args = flags.parser("").parse_args([*ROUTED, "--routing=slo", "--link=2ms:5s:prompts=2"])
+    assert flags.check(args) == ""
+    assert routing(args) == Routing("slo", link=Link(0.002, 0.005, 2))
+
+
 SEEN = ["--replicas=2", "--routing=slo"]
 
 
@@ -56,6 +63,12 @@ SEEN = ["--replicas=2", "--routing=slo"]
     ("argv", "problem"),
     [
         (["--faults=0"], "--faults is for more than one of --replicas"),
+        (["--replicas=2", "--link=1ms:1ms"], "--link is for --routing=slo"),
+        ([*SEEN, "--link=1ms:1ms:prompts=2"], "--link: prompts must leave a replica to each"),
+        ([*SEEN, "--link=1ms"], "LATENCY:PER_1000 are two times, got '1ms'"),
+        ([*SEEN, "--link=soon:1ms"], "latency"),
+        ([*SEEN, "--link=1ms:1ms:prompts=" + 400 * "9"], "prompts must be 0 to 16383"),
+        ([*SEEN, "--link=1ms:1ms:decodes=2"], "decodes"),
         (["--replicas=99999"], "--replicas: must be at most 16384, got 99999"),
         (["--replicas=2", "--routers=0"], "--routers: must be at least 1, got 0"),
         (

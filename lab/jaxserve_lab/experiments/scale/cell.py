@@ -25,6 +25,7 @@ from jaxserve.simulator.settings import EngineOptions, Fault, FleetOptions, Rout
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve_lab.experiments.common.runs import digits, say_compiling
+from jaxserve_lab.experiments.scale.apart import Apart, ServedApart, serve_apart
 from jaxserve_lab.experiments.scale.talks import Said, Talk, converse
 from jaxserve_lab.experiments.scale.traffic import KINDS, LONGEST, traffic
 
@@ -126,9 +127,9 @@ class Cost:
     seconds: float
 
 
-Case = Cell | Decision | Talk
-Found = Numbers | Cost | Said
-KINDS_OF = {Cell: Numbers, Decision: Cost, Talk: Said}
+Case = Cell | Decision | Talk | Apart
+Found = Numbers | Cost | Said | ServedApart
+KINDS_OF = {Cell: Numbers, Decision: Cost, Talk: Said, Apart: ServedApart}
 """What a case of each kind comes to."""
 
 
@@ -149,7 +150,9 @@ def most(azure: str) -> float:
 
 
 def run(case: Case) -> Found:
-    """Simulates a cell or conversations, or measures a decision."""
+    """Simulates a cell, conversations or requests that move, or measures a decision."""
+    if isinstance(case, Apart):
+        return serve_apart(case)
     if isinstance(case, Talk):
         return converse(case)
     return _measured(case) if isinstance(case, Decision) else _simulated(case)

@@ -10,6 +10,7 @@ each load. A million take some 12 s of one core, and 2.2 GB of memory a process.
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,17 @@ from jaxserve.sched.routing.routers import ROUTERS as ALL_ROUTERS
 from jaxserve_lab.experiments.common.figures import panel
 from jaxserve_lab.experiments.common.page import Page, flags, listed, table, write_page
 from jaxserve_lab.experiments.common.runs import Results
+from jaxserve_lab.experiments.scale.apart import (
+    BYTES_PER_S,
+    LATENCY,
+    LONG_TBT,
+    LONG_TTFT,
+    SHARES,
+    WAYS,
+    WORK,
+    Apart,
+    ServedApart,
+)
 from jaxserve_lab.experiments.scale.cell import (
     KINDS_OF,
     POLICY,
@@ -76,6 +88,7 @@ class Scale:
         decisions: Numbers of replicas for which a decision's cost is measured.
         few: Requests of the short runs on the largest fleet, one at each load.
         talks: Requests of conversations for each replica, by fleet size.
+        apart: Requests that may move, by number of replicas.
     """
 
     requests: int = 1_000_000
@@ -86,9 +99,10 @@ class Scale:
     decisions: tuple[int, ...] = (8, 64, 512, 1024)
     few: int = 100_000
     talks: tuple[int, ...] = (120, 40, 16)
+    apart: tuple[tuple[int, int], ...] = ((8, 1_500), (64, 3_000))
 
 
-QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10))
+QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10), ((4, 60),))
 
 
 class Fleets(Page[Case, Found]):
@@ -115,6 +129,7 @@ class Fleets(Page[Case, Found]):
     system, policy = SYSTEM, POLICY
     talk_system, talk_policy, talk_rate = TALK_SYSTEM, TALK_POLICY, TALK_RATE
     talk_ttft, talk_tbt, enough_found = TALK_TTFT, TALK_TBT, ENOUGH_FOUND
+    link, latency, long_ttft, long_tbt = BYTES_PER_S, LATENCY, LONG_TTFT, LONG_TBT
 
     def __init__(
         self,
@@ -287,6 +302,38 @@ class Fleets(Page[Case, Found]):
                 rows.append([f"{replicas}", f"`{router}`", *shares, f"{n.p50:.2f}; {n.p99:.2f} s"])
         columns = ("attained, %", "attained/s", "found, % of the prompts", "P50, P99 TTFT")
         return table(["replicas", "router", *columns], rows)
+
+    def apart(
+        self, work: str, replicas: int, rate: float, way: str | float, *, dead: bool = False
+    ) -> ServedApart:
+        """What comes of requests that move or not. work, rate, way: as `Apart`."""
+        count = dict(self.scale.apart)[replicas]
+        azure = self.azure if work == "Azure" else ""
+        found = self.results[Apart(work, replicas, rate, way, count, dead, azure)]
+        assert isinstance(found, ServedApart)
+        return found
+
+    def moved(self) -> str:
+        """Prompts together with decodes, apart by a fixed share, and as the router decides."""
+        rows = []
+        for work, rates in WORK.items():
+            for replicas, rate in product(dict(self.scale.apart), rates):
+                split = {
+                    share: self.apart(work, replicas, rate, share).attainment for share in SHARES
+                }
+                best = max(SHARES, key=lambda share: split[share])
+                together, ours = (self.apart(work, replicas, rate, way) for way in WAYS[:2])
+                prompts = math.ceil(best * replicas)
+                shares = [f"{100 * together.attainment:.1f}", f"{100 * split[best]:.1f}"]
+                shares += [f"{prompts}:{replicas - prompts}", f"{100 * ours.attainment:.1f}"]
+                rows.append([work, f"{replicas}", f"{rate:g}", *shares])
+        columns = ("together, %", "best fixed split, %", "which", "as the router decides, %")
+        return table(["", "replicas", "requests/s each", *columns], rows)
+
+    def moved_dead(self) -> ServedApart:
+        """What comes of long prompts that move, if a replica dies."""
+        rate = WORK["long prompts"][0]
+        return self.apart("long prompts", self.scale.apart[0][0], rate, "moves", dead=True)
 
     def gained(self, other: str) -> float:
         """What `slo` attains more than the other, at least over all fleets."""

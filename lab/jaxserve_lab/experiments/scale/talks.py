@@ -78,7 +78,7 @@ class Said:
 
 def converse(talk: Talk) -> Said:
     """Simulates it."""
-    workload = _conversations(talk)
+    workload = conversations(talk, TALK_RATE * talk.replicas)
     name, prefixes = TALK_ROUTERS[talk.router]
     requests = simulate(
         TALK_POLICY,
@@ -107,8 +107,9 @@ def converse(talk: Talk) -> Said:
     )
 
 
-def _conversations(talk: Talk) -> Workload:
-    spec = WorkloadSpec("conversation", talk.talks, rate=TALK_RATE * talk.replicas)
+def conversations(talk: Talk, rate: float) -> Workload:
+    """The requests. rate: how many come in a second."""
+    spec = WorkloadSpec("conversation", talk.talks, rate=rate)
     drawn = spec.make_workload(0)
     count, never = len(drawn), np.full(len(drawn), np.inf)
     terms = SloColumns(

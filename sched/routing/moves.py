@@ -1,0 +1,125 @@
+"""Where a request goes on after its first token: where it is, or at another replica, with its cache
+(DistServe, Zhong et al., OSDI 2024; Llumnix, Sun et al., OSDI 2024).
+
+No replica is for prompts or for decodes unless `Roles` say so. A prompt goes where it comes first,
+whatever its own target between tokens is; behind it the request goes where its tokens are predicted
+to be in time. So replicas with tight targets attract decodes and repel prompts by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from jaxserve.sched.routing.estimate import START, miss, violation
+from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
+
+GAIN = 0.05  # targets that a move has to save
+LATELY = 60.0  # seconds over which prompts are counted
+MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
+LESS = 0.02  # how late tokens become by a prompt where they are late by others
+FEW = 0.01  # share of the time for prompts that makes the 99th percentile of decodes late
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between two replicas.
+
+    Attributes:
+        latency: Seconds of any move.
+        per_token: Seconds for each cached token.
+        prefills: How many replicas, the first ones, compute prompts and nothing else, the others
+            none; 0 if any may do both.
+
+    Raises:
+        ValueError: A number is negative.
+    """
+
+    latency: float
+    per_token: float
+    prefills: int = 0
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency < np.inf and 0 <= self.per_token < np.inf and self.prefills >= 0):
+            raise ValueError(f"latency, per_token and prefills must be 0 or more, got {self}")
+
+    def seconds(self, tokens: int) -> float:
+        """How long the cache of so many tokens is on its way."""
+        return self.latency + tokens * self.per_token
+
+    def takes(self, replicas: int, *, prompts: bool) -> np.ndarray:
+        """Which replicas take prompts, or requests behind them, bool [replicas]."""
+        mine = np.arange(replicas) < self.prefills
+        return mine | (self.prefills == 0) if prompts else ~mine
+
+
+class Moves:
+    """Decides where prompts are computed and where their requests go on.
+
+    A prompt beside decodes makes them late, as many as run there; once a few of their tokens are
+    late, more prompts cost them nothing. So prompts gather where prompts have been, and decodes
+    where none have.
+
+    Args:
+        fleet: The replicas.
+        link: What lies between them.
+    """
+
+    def __init__(self, fleet: Fleet, link: Link) -> None:
+        self._fleet, self._link = fleet, link
+        self._prompts, self._time = np.zeros(len(fleet)), 0.0
+
+    def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
+        """The replica that computes a prompt.
+
+        Args:
+            up: bool [replicas], those that take requests.
+            ask: The request.
+            now: Seconds, on the snapshots' clock.
+        """
+        s, found = self._fleet.columns, self._fleet.found(ask)
+        mine = up & self._link.takes(len(up), prompts=True)
+        work, short = s.best_effort_work, s.best_effort_short
+        if ask.tier == 0:
+            work, short = s.realtime_work, s.realtime_short
+        # Its own time between tokens is a matter of where it goes on.
+        value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
+        beside = miss((s.decode + s.prefill) / s.tbt)
+        victims = np.minimum(s.running * np.maximum(1.0 - self._late(now), LESS), MOST)
+        value += beside * (victims - 1.0)
+        place = int(np.where(mine if mine.any() else up, value, np.inf).argmin())
+        each = found if isinstance(found, float) else found[place]
+        row = {name: column[place] for name, column in vars(s).items()}
+        self._prompts[place] += float(prompt_seconds(SimpleNamespace(**row), ask, each))
+        return place
+
+    def goes_on_at(self, up: np.ndarray, here: int, ask: RoutingRequest, now: float) -> int:
+        """The replica at which a request goes on after its first token.
+
+        Args:
+            up: bool [replicas], those that take requests.
+            here: Where it is.
+            ask: The request, all of its tokens counted as a prompt.
+            now: Seconds, on the snapshots' clock.
+        """
+        s, link, count = self._fleet.columns, self._link, len(self._fleet)
+        away = np.arange(count) != here
+        decode = s.decode + away * (s.row + ask.prompt_len * s.read)
+        longest = decode + s.prefill * self._late(now)
+        blocks = np.maximum(s.realtime_short + prompt_blocks(s, ask), 0.0) * s.per_block
+        rows = np.maximum(s.rows_short + 1.0, 0.0) * s.per_row
+        pause = away * (link.seconds(ask.prompt_len) + np.maximum(blocks, rows))
+        late = miss(longest / np.minimum(s.tbt, ask.tbt)) + miss(pause / ask.tbt)
+        value = late + START * longest / min(ask.tbt, 1.0) + GAIN * away
+        value += self._prompts / LATELY
+        may = up & link.takes(count, prompts=False)
+        return int(np.where(may, value, np.inf).argmin()) if may.any() else here
+
+    def _late(self, now: float) -> np.ndarray:
+        """To what degree tokens of each replica are late by prompts, 0 to 1, [replicas]."""
+        self._prompts *= np.exp((self._time - now) / LATELY)
+        self._time = now
+        return np.minimum(self._prompts / (LATELY * FEW), 1.0)

@@ -1,0 +1,117 @@
+"""Requests that go on at another replica after their first token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.sched.policy import Limits
+from jaxserve.sched.request import SLO
+from jaxserve.sched.routing.moves import Link
+from jaxserve.sched.slo.classes import with_targets
+from jaxserve.simulator.results import SimulationResult
+from jaxserve.simulator.settings import Fault, Routing
+from jaxserve.simulator.simulator import SimulationError
+from jaxserve.simulator.systems.systems import system
+from jaxserve.simulator.workloads.specs import WorkloadSpec
+from jaxserve.simulator.workloads.workload import Workload
+from tests.sched.cache.invariants import check_pool
+from tests.simulator.grouped import simulate
+
+PLACE = system("llama-3-8b@a100")
+LIMITS = Limits(8192, 512, 256)
+LINK = Link(0.002, 5e-6)
+
+
+def long_prompts(count: int, rate: float, seed: int = 0) -> Workload:
+    spec = WorkloadSpec("longbench", count, rate=rate, max_tokens="length")
+    drawn = spec.make_workload(seed)
+    return drawn.with_terms(with_targets(drawn.terms, SLO(ttft=1.0, tbt=0.05)))
+
+
+def served(
+    workload: Workload, link: Link | None, replicas: int = 4, **more: Any
+) -> SimulationResult:
+    faults = more.pop("faults", ())
+    routing = Routing("slo", interval=0.5, age=0.1, loss=0.05, link=link, faults=faults)
+    place = {"limits": LIMITS, "replicas": replicas, "routing": routing}
+    return simulate("sarathi", workload, PLACE, **place, **more)
+
+
+@settings(max_examples=3, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    prefills=st.integers(0, 3),
+    kv_tokens=st.sampled_from([9_000, 20_000]),
+    dead=st.lists(st.integers(0, 3), unique=True, max_size=3),
+    caching=st.booleans(),
+)
+def test_nobody_is_lost_and_no_token_comes_twice(
+    seed: int, prefills: int, kv_tokens: int, dead: list[int], caching: bool
+) -> None:
+    workload = long_prompts(20, 12.0, seed)
+    faults = tuple(Fault(one, 1.0 + one / 3, notice=0.2) for one in dead)
+    link = Link(0.002, 5e-6, prefills)
+    result = served(
+        workload,
+        link,
+        faults=faults,
+        kv_tokens=kv_tokens,
+        prefix_caching=caching,
+        watch=lambda view: check_pool(view.pool),
+    )
+    requests = result.requests
+    assert requests.finished.all()
+    assert (requests.tokens == requests.output_len).all()
+    gaps, _ = requests.tbt
+    assert (gaps >= 0).all() and not np.isnan(requests.token_times).any()
+
+
+def test_a_fixed_split_keeps_prompts_and_decodes_apart() -> None:
+    workload = long_prompts(80, 6.0)
+    result = served(workload, Link(0.002, 5e-6, 2))
+    more = workload.output_len > 1
+    assert (result.requests.replica[more] >= 2).all(), "they end where decodes are"
+    batches = result.batches
+    prompts, decodes = batches.num_tokens - batches.num_decodes, batches.num_decodes
+    first = batches.replica < 2
+    assert decodes[first].sum() <= len(workload), "one that was in flight when it left"
+    # What comes with its cache computes only the token that was in flight again.
+    assert (prompts[~first] == 0).all()
+
+
+def test_moves_keep_tokens_in_time_that_prompts_would_delay() -> None:
+    workload = long_prompts(400, 12.0)
+    together, moved = (served(workload, link).attained.mean() for link in (None, LINK))
+    assert moved > together + 0.2, (together, moved)
+
+
+def test_a_pause_is_as_long_as_the_way() -> None:
+    workload = long_prompts(1, 1.0)
+    slow = Link(0.3, 1e-4, 1)
+    requests = served(workload, slow, replicas=2).requests
+    way = slow.seconds(int(workload.prompt_len[0]))
+    gap = float(np.diff(requests.token_times[:2])[0])
+    assert way < gap < way + 0.1
+
+
+@pytest.mark.parametrize(
+    ("made", "problem"),
+    [
+        (lambda: Link(-1.0, 0.0), "must be 0 or more"),
+        (lambda: Link(0.0, float("nan")), "must be 0 or more"),
+        (lambda: Routing("least_loaded", link=LINK), "with routing slo only"),
+    ],
+)
+def test_what_cannot_be(made: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        made()
+
+
+def test_moves_do_not_run_compiled() -> None:
+    with pytest.raises(SimulationError, match="no moves"):
+        served(long_prompts(4, 1.0), LINK, compiled=True)
