@@ -11,13 +11,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxserve.sched.cache.block_pool import BlockPool
 from jaxserve.sched.cache.block_sizes import blocks_a_plane, slots_for
-from jaxserve.sched.cache.cache_kinds import HIDDEN, KV, LEFT
+from jaxserve.sched.cache.cache_kinds import HIDDEN, LEFT
 from jaxserve.sched.cache.groups.grouped_pool import GroupedPool
 from jaxserve.sched.cache.groups.grouped_prefix_cache import GroupedPrefixCache
 from jaxserve.sched.cache.groups.groups import Groups, kept_slots
@@ -59,6 +59,7 @@ from jaxserve.sched.state.request_table import (
 )
 from jaxserve.sched.step import CopySlots, Discard, Load, Move, ProjectSlots, Save, Step
 
+T = TypeVar("T")
 _NOBODY = np.zeros(0, np.int64)
 _POOLS: dict[type, type[GroupedPool]] = {WindowGroups: WindowedPool, StateGroups: StatePool}
 
@@ -154,7 +155,6 @@ class Scheduler:
             retained.lives = CacheLives(self.programs)
             self.programs.on_tools = retained.waits
         self.preemptions, self._loses = 0, False
-        self._travels: list[Move] = []  # of caches that leave and come, for the next step
         self.shares = FairShares()
         self._patience, self._trials, self._trial = Patience(), Trials(), False
         self._draft_prices = DraftPrices()
@@ -250,57 +250,6 @@ class Scheduler:
                 self._firsts[row] = first, int(self.table.seq[first])
         return row
 
-    def depart(self, row: int, key: int) -> int:
-        """Ends a request here that goes on at another engine, with what is cached of its tokens
-        that have reached the host.
-
-        Args:
-            row: Its row.
-            key: Under which the next step saves the cache.
-
-        Returns:
-            How many tokens that is; 0 if it has no cache, or one of hidden vectors.
-        """
-        table, cached = self.table, 0
-        if table.state[row] == RUNNING and self.pool.kind[row] == KV and not self.host.tokens[row]:
-            flying = table.prompt_len[row] + table.received[row] - 1
-            cached = int(min(table.computed[row], flying))
-        if cached:
-            counts, slots = self.pool.slots_of_all(*map(np.array, ([row], [0], [cached])))
-            self._travels.append(Save((key,), counts, slots))
-        self.finish(row, complete=False)
-        return cached
-
-    def arrive(self, row: int, cached: int, key: int) -> bool:
-        """Gives a request that has just been added blocks for the cache that came along from
-        another engine.
-
-        Args:
-            row: Its row, which waits.
-            cached: Tokens of its cache.
-            key: Under which the next step finds them.
-
-        Returns:
-            Whether there was room. If not, they are computed again.
-        """
-        table, pool, rows = self.table, self.pool, np.array([row])
-        tokens, kinds = np.array([cached]), np.full(1, KV)
-        room = int(pool.needed(rows, tokens + 1, kinds)[0]) <= pool.num_free
-        if not room or len(table.in_state(RUNNING)) >= self.policy.row_limit(self.view.limits):
-            return False
-        if self.cache is not None:
-            self.cache.claim_hit(row)  # it has all that it would find
-        pool.open_caches(rows, kinds)
-        pool.grow_all(rows, tokens)
-        pool.reach(rows, tokens, tokens)
-        table.computed[row] = cached
-        table.move(rows, RUNNING)
-        counts, slots = pool.slots_of_all(rows, np.zeros(1, np.int64), tokens)
-        self._travels.append(Load((key,), counts, slots))
-        if self.cache is not None:
-            self._register(row, 0, cached // pool.block_size, launched=False)
-        return True
-
     def know(self, row: int, keys: Sequence[bytes]) -> None:
         """Adds the keys of the row's next full blocks, after its tokens have come."""
         if self.cache is None or not self.cache.knows(row):
@@ -328,7 +277,7 @@ class Scheduler:
             found.append((page.key, new[-1] if page.host is None else page.host))
         return found, Save(tuple(new), *self._slots(np.array(ids))) if new else None
 
-    def adopt(self, row: int, sent: Mapping[bytes, np.ndarray]) -> list[tuple[int, np.ndarray]]:
+    def adopt(self, row: int, sent: Mapping[bytes, T]) -> list[tuple[int, T]]:
         """Takes in pages that another engine has sent for a row that was just added.
 
         Args:
@@ -338,7 +287,7 @@ class Scheduler:
         Returns:
             The keys in host memory of those that are to be kept there, and their content.
         """
-        cache, kept = self.cache, list[tuple[int, np.ndarray]]()
+        cache, kept = self.cache, list[tuple[int, T]]()
         if cache is None or cache.host is None or self.groups is not None:
             return kept
         for index, key in enumerate(cache.keys(row)):
@@ -511,7 +460,7 @@ class Scheduler:
     def book(self, plan: BatchPlan) -> Step:
         """The second half of `schedule`: from here on the plan counts as carried out. If it fails,
         it may be partly booked, and all requests have to be finished."""
-        moves, self._travels = self._travels, []
+        moves: list[Move] = []
         try:
             return self._book(plan, moves)
         except BaseException:

@@ -65,9 +65,9 @@ class HostPages:
         self._add(page)
 
     def adopt(self, page: Page) -> int | None:
-        """Keeps a page whose content another engine has sent. Returns its key in host memory; None
-        if there is no room for it."""
-        if (self._count + 1) * self._slots > self._memory.num_free:
+        """Keeps a page whose content another engine has sent, whoever has to go for it. Returns its
+        key in host memory; None if there is no room for any."""
+        if self._slots > self._memory.num_free:
             return None
         page.host = self._memory.new_key()
         self._add(page)

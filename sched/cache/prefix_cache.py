@@ -345,7 +345,8 @@ class PrefixCache:
             if before is not None:
                 before.after.add(page)
             self._woken |= self._wanted.pop(key, _NOBODY)
-        return kept
+            self.trim_host()
+        return page.host
 
     def _fill(self, page: Page, row: int) -> None:
         """Records that the row has filled the blocks of a new page."""

@@ -175,7 +175,14 @@ class Fleet:
         self._known[:, replica] = [*vars(known).values()]
 
     def send(self, replica: int, ask: RoutingRequest, now: float, *, moves: bool = False) -> None:
-        """Notes a request that is sent to the replica now. moves: whether its cache comes along."""
+        """Notes a request that is sent to a replica.
+
+        Args:
+            replica: The replica.
+            ask: The request.
+            now: Seconds, on the snapshots' clock.
+            moves: Whether its cache comes along.
+        """
         known, found = self._row(replica), float(ask.prompt_len if moves else 0.0)
         if self.prefixes is not None and not moves:
             found = self.prefixes.send(replica, ask.marks, ask.hint, now) * known.block_size

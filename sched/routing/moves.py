@@ -20,6 +20,7 @@ from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
 GAIN = 0.05  # targets that a move has to save
 LATELY = 60.0  # seconds over which prompts are counted
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
+PACKED = 0.1  # targets that a prompt gains where all of the time is for prompts
 LESS = 0.02  # how late tokens become by a prompt where they are late by others
 FEW = 0.01  # share of the time for prompts that makes the 99th percentile of decodes late
 
@@ -89,7 +90,7 @@ class Moves:
         value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
         beside = miss((s.decode + s.prefill) / s.tbt)
         victims = np.minimum(s.running * np.maximum(1.0 - self._late(now), LESS), MOST)
-        value += beside * (victims - 1.0)
+        value += beside * (victims - 1.0) - PACKED * self._prompts / LATELY
         place = int(np.where(mine if mine.any() else up, value, np.inf).argmin())
         each = found if isinstance(found, float) else found[place]
         row = {name: column[place] for name, column in vars(s).items()}

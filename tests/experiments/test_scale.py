@@ -16,6 +16,7 @@ from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.workload import Workload
 from jaxserve_lab.experiments.common.runs import Results
 from jaxserve_lab.experiments.scale import cell, page
+from jaxserve_lab.experiments.scale.apart import WAYS, Apart, ServedApart
 from jaxserve_lab.experiments.scale.cell import Cell, Decision, Numbers
 from jaxserve_lab.experiments.scale.page import QUICK, Fleets
 from jaxserve_lab.experiments.scale.talks import Said, Talk
@@ -74,6 +75,8 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
         def run(case: cell.Case) -> cell.Found:
             if isinstance(case, Decision):
                 return cell.Cost(1e-5)
+            if isinstance(case, Apart):
+                return ServedApart(0.9, 1.0, 1.0)
             if isinstance(case, Talk):
                 mine = case.router == worse.router and case.replicas == worse.replicas
                 return Said(0.5 if mine and worse.scene == "talk" else 0.9, 9.0, 0.5, 0.6, 0.1, 1.0)
@@ -137,6 +140,14 @@ def test_judged_in_parts_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < met.mean() < 1
 
 
-def test_a_dead_replica_of_the_grid_fails_some() -> None:
+def test_nobody_fails_with_a_dead_replica_of_the_grid() -> None:
     found = cell.run(Cell("least_loaded", 4, 0.9, "dead", 1500))
-    assert isinstance(found, Numbers) and found.failed > 0
+    whole = cell.run(Cell("least_loaded", 4, 0.9, "published", 1500))
+    assert isinstance(found, Numbers) and isinstance(whole, Numbers)
+    assert found.failed == 0 and found.attainment < whole.attainment
+
+
+def test_requests_that_move_on_the_grid() -> None:
+    together, moves = (cell.run(Apart("long prompts", 2, 2.5, way, 60)) for way in WAYS[:2])
+    assert isinstance(together, ServedApart) and isinstance(moves, ServedApart)
+    assert together.finished == moves.finished == 1.0

@@ -39,7 +39,8 @@ def served(
     faults = more.pop("faults", ())
     routing = Routing("slo", interval=0.5, age=0.1, loss=0.05, link=link, faults=faults)
     place = {"limits": LIMITS, "replicas": replicas, "routing": routing}
-    return simulate("sarathi", workload, PLACE, **place, **more)
+    place |= {"prefix_caching": True, "host_tokens": 200_000, "block_size": 16}
+    return simulate("sarathi", workload, PLACE, **place | more)
 
 
 @settings(max_examples=3, deadline=None)
@@ -48,10 +49,10 @@ def served(
     prefills=st.integers(0, 3),
     kv_tokens=st.sampled_from([9_000, 20_000]),
     dead=st.lists(st.integers(0, 3), unique=True, max_size=3),
-    caching=st.booleans(),
+    host_tokens=st.sampled_from([0, 500, 99_999]),
 )
 def test_nobody_is_lost_and_no_token_comes_twice(
-    seed: int, prefills: int, kv_tokens: int, dead: list[int], caching: bool
+    seed: int, prefills: int, kv_tokens: int, dead: list[int], host_tokens: int
 ) -> None:
     workload = long_prompts(20, 12.0, seed)
     faults = tuple(Fault(one, 1.0 + one / 3, notice=0.2) for one in dead)
@@ -61,7 +62,7 @@ def test_nobody_is_lost_and_no_token_comes_twice(
         link,
         faults=faults,
         kv_tokens=kv_tokens,
-        prefix_caching=caching,
+        host_tokens=host_tokens,
         watch=lambda view: check_pool(view.pool),
     )
     requests = result.requests
@@ -71,17 +72,21 @@ def test_nobody_is_lost_and_no_token_comes_twice(
     assert (gaps >= 0).all() and not np.isnan(requests.token_times).any()
 
 
-def test_a_fixed_split_keeps_prompts_and_decodes_apart() -> None:
+@pytest.mark.parametrize("host_tokens", [200_000, 20_000])
+def test_a_fixed_split_keeps_prompts_and_decodes_apart(host_tokens: int) -> None:
+    """Also where host memory is full of what has left the pool."""
     workload = long_prompts(80, 6.0)
-    result = served(workload, Link(0.002, 5e-6, 2))
-    more = workload.output_len > 1
-    assert (result.requests.replica[more] >= 2).all(), "they end where decodes are"
+    more = {"host_tokens": host_tokens, "kv_tokens": 60_000}
+    result = served(workload, Link(0.002, 5e-6, 2), **more)
+    longer = workload.output_len > 1
+    assert (result.requests.replica[longer] >= 2).all(), "they end where decodes are"
     batches = result.batches
     prompts, decodes = batches.num_tokens - batches.num_decodes, batches.num_decodes
     first = batches.replica < 2
     assert decodes[first].sum() <= len(workload), "one that was in flight when it left"
-    # What comes with its cache computes only the token that was in flight again.
-    assert (prompts[~first] == 0).all()
+    # What comes with its cache computes only its last block again.
+    again = prompts[~first].sum() / longer.sum()
+    assert again < 17, f"{again:.1f} tokens a request"
 
 
 def test_moves_keep_tokens_in_time_that_prompts_would_delay() -> None:
@@ -94,7 +99,7 @@ def test_a_pause_is_as_long_as_the_way() -> None:
     workload = long_prompts(1, 1.0)
     slow = Link(0.3, 1e-4, 1)
     requests = served(workload, slow, replicas=2).requests
-    way = slow.seconds(int(workload.prompt_len[0]))
+    way = slow.seconds(int(workload.prompt_len[0]) // 16 * 16)
     gap = float(np.diff(requests.token_times[:2])[0])
     assert way < gap < way + 0.1
 

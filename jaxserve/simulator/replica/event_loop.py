@@ -185,7 +185,12 @@ class _Places:
         self.served_by: dict[int, int] = {}
 
     def place(
-        self, number: int, request: Request, now: float, to: int = REFUSED, cached: int = 0
+        self,
+        number: int,
+        request: Request,
+        now: float,
+        to: int = REFUSED,
+        sent: Sequence[bytes] = (),
     ) -> None:
         """Brings a request to the replica that its router chooses, or to which it moves.
 
@@ -194,7 +199,7 @@ class _Places:
             request: The request.
             now: Seconds.
             to: The replica to which it moves; REFUSED if it does not.
-            cached: Tokens whose cache comes along.
+            sent: Keys of the pages that come along.
         """
         front, served_by, outputs = self._front, self.served_by, self._arrivals.outputs
         begun = outputs.so_far(number) if number in served_by else []
@@ -214,7 +219,7 @@ class _Places:
             if not (taken and self._queue.admits(chosen, number, now, always=bool(begun))):
                 self._arrivals.refused(number, now)
                 return
-            machine.receive(number, request, now, begun, cached if moves else 0)
+            machine.receive(number, request, now, begun, sent if moves else ())
             self._loops.at(chosen, machine.next_time)
         served_by[number] = chosen
         front.taken(chosen, number, request)
@@ -249,8 +254,8 @@ def _serve(
             if progress is not None and number < arrivals.num_open:
                 progress(1)
         elif timer <= time and front.comes:
-            number, request, to, cached = front.come()
-            place(number, request, timer, to, cached)
+            number, request, to, sent = front.come()
+            place(number, request, timer, to, sent)
         elif timer <= time:
             stranded = front.run(arrivals.more)
             arrivals.release(front.failed, timer)

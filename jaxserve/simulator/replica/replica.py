@@ -138,7 +138,7 @@ class Replica:
         request: Request,
         now: float,
         times: Sequence[float] = (),
-        cached: int = 0,
+        sent: Sequence[bytes] = (),
     ) -> None:
         """A request arrives. Call this only after the loop has run up to `now`.
 
@@ -147,7 +147,7 @@ class Replica:
             request: The request.
             now: Seconds.
             times: When the tokens came that another replica has generated of it.
-            cached: Tokens whose cache comes along.
+            sent: Keys of the pages that come along.
         """
         output = int(self._outputs.lengths[number])
         keys: tuple[bytes, ...] = ()
@@ -161,8 +161,8 @@ class Replica:
         self._request_of[row] = number
         if self._drafter is not None:
             self._drafter.begin(row, request.tenant)
-        if cached:
-            self.scheduler.arrive(row, cached, number)
+        if sent:
+            self.scheduler.adopt(row, dict.fromkeys(sent, number))
         self._left.discard(number)
         self.live += 1
         self._came += 1
@@ -171,17 +171,24 @@ class Replica:
         if now - self._woken <= BURST:
             self.next_time = self._clock.wake(now)
 
-    def leave(self, number: int) -> int:
-        """A request goes on elsewhere. Returns the tokens whose cache goes along. A token in flight
-        is lost."""
-        (row,) = np.flatnonzero(
-            (self._request_of == number) & (self.scheduler.table.state != FREE)
-        ).tolist()
-        self._outputs.preemptions[number] = self.scheduler.table.preemptions[row]
+    def leave(self, number: int) -> list[bytes]:
+        """A request goes on elsewhere, and a token of it that is in flight is lost. Returns the
+        keys of the pages that go along."""
+        scheduler = self.scheduler
+        mine = (self._request_of == number) & (scheduler.table.state != FREE)
+        row = int(np.flatnonzero(mine)[0])
+        pages, save = scheduler.pages(row)
+        if save is not None:
+            plain, saved = BatchFeatures(1, 1, 0, 0, 1, 1, 0), sum(save.counts)
+            took = self._cost.batch_time(plain._replace(saved_slots=saved))
+            self._clock.move(1, float(took - self._cost.batch_time(plain)))
+            self._moved[0] += saved
+        self._outputs.preemptions[number] = scheduler.table.preemptions[row]
         self._has_slot[row] = False
         self._left.add(number)
         self.live -= 1
-        return self.scheduler.depart(row, number)
+        scheduler.finish(row, complete=False)
+        return [key for key, _ in pages]
 
     def die(self) -> None:
         """Stops the replica; its requests lose all state."""

@@ -52,7 +52,8 @@ class Front:
             for i, f in enumerate(fleets)
         ]
         self._timers = Events(4 * count)
-        self._travelling: list[tuple[float, int, int, int]] = []  # when, whose, where, tokens
+        # When, whose, where, and the keys of pages that come along.
+        self._travelling: list[tuple[float, int, int, list[bytes]]] = []
         self._requests: dict[int, Request] = {}  # of those that may move
         self._at: dict[int, int] = {}  # where each request is, or where it goes
         self._draws = [seeded(setting.seed, step + i) for i in range(count)]
@@ -132,17 +133,18 @@ class Front:
             if place == here or self._outputs.over[number]:
                 continue
             router.fleet.send(place, ask, now, moves=True)
-            cached = machine.leave(number)
+            sent = machine.leave(number)
             self._changed[replica] = True
             to = number % self._step + place * self._step
             self._at[number] = to
-            heapq.heappush(self._travelling, (now + link.seconds(cached), number, to, cached))
+            when = now + link.seconds(len(sent) * self._setting.block_size)
+            heapq.heappush(self._travelling, (when, number, to, sent))
 
-    def come(self) -> tuple[int, Request, int, int]:
-        """The request that comes at `next_time`: its number, the request, where, and the tokens
-        whose cache comes along."""
-        _, number, replica, cached = heapq.heappop(self._travelling)
-        return number, self._requests[number], replica, cached
+    def come(self) -> tuple[int, Request, int, list[bytes]]:
+        """The request that comes at `next_time`: its number, the request, where, and the keys of
+        the pages that come along."""
+        _, number, replica, sent = heapq.heappop(self._travelling)
+        return number, self._requests[number], replica, sent
 
     @property
     def comes(self) -> bool:

@@ -90,12 +90,14 @@ def serve_apart(case: Apart) -> ServedApart:
     if case.dead:
         faults = (Fault(0, float(workload.arrival[len(workload) // 3])),)
     routing = Routing("slo", interval=0.5, age=0.1, loss=0.05, faults=faults, link=link)
-    caching = case.work == "conversations"
+    place = system(f"{MODEL}@{DEVICE}")
     requests = simulate(
         "sarathi",
         workload,
-        system(f"{MODEL}@{DEVICE}"),
-        engine=EngineOptions(limits=LIMITS, block_size=16, prefix_caching=caching),
+        place,
+        engine=EngineOptions(
+            limits=LIMITS, block_size=16, prefix_caching=True, host_tokens=place.kv_tokens
+        ),
         fleet=FleetOptions(replicas=case.replicas, routing=routing),
         run=RunOptions(record_batches=False),
     ).requests

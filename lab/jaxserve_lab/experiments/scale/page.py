@@ -99,7 +99,7 @@ class Scale:
     decisions: tuple[int, ...] = (8, 64, 512, 1024)
     few: int = 100_000
     talks: tuple[int, ...] = (120, 40, 16)
-    apart: tuple[tuple[int, int], ...] = ((8, 1_500), (64, 3_000))
+    apart: tuple[tuple[int, int], ...] = ((8, 1_000), (64, 2_000))
 
 
 QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10), ((4, 60),))
@@ -306,7 +306,11 @@ class Fleets(Page[Case, Found]):
     def apart(
         self, work: str, replicas: int, rate: float, way: str | float, *, dead: bool = False
     ) -> ServedApart:
-        """What comes of requests that move or not. work, rate, way: as `Apart`."""
+        """What comes of requests that move or not.
+
+        Args:
+            work, replicas, rate, way, dead: As `Apart`.
+        """
         count = dict(self.scale.apart)[replicas]
         azure = self.azure if work == "Azure" else ""
         found = self.results[Apart(work, replicas, rate, way, count, dead, azure)]
