@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.config import ConfigError
+from jaxserve.config.sections import LoraConfig
+from jaxserve.engine.startup.choices.group_choice import choose_groups
+from jaxserve.engine.startup.choices.model_options import lora_slots
 from jaxserve.models.base import LayerKind, ModelConfig
 from jaxserve.models.layer_groups import layer_groups
 from jaxserve.models.presets import preset
@@ -15,6 +20,7 @@ from jaxserve.models.registry import family_for
 from jaxserve.pallas_kernels import block_bytes
 from jaxserve.sched.cache.block_sizes import blocks_for
 from jaxserve.sched.cache.groups.windowed_pool import WindowedPool
+from jaxserve.sched.registry import make_policy
 
 ROOT = Path(__file__).resolve().parents[3]
 BLOCK, GIB = 16, 1 << 30
@@ -101,3 +107,17 @@ def test_the_page_says_what_requests_keep() -> None:
         found = f"{alike / GIB:.2f}", f"{grouped / GIB:.2f}", f"{grouped / least:.3f}"
         assert found == tuple(said), (name, tokens)
         assert grouped / least <= 1.06
+
+
+def test_what_layers_with_a_state_do_not_allow() -> None:
+    config = model("qwen3-next-80b")
+    sizes = {"max_len": 4096, "block_size": BLOCK}
+    groups = choose_groups(config, make_policy("sarathi+spec"), "sarathi+spec", **sizes)
+    assert groups is not None, "they may draft"
+    with pytest.raises(ConfigError, match=r"scheduler.policy=bros lends blocks.*layer_types"):
+        choose_groups(config, make_policy("bros"), "bros", **sizes)
+    hf = preset("qwen3-next-80b")
+    with pytest.raises(ConfigError, match=r"lora: .*layer_types"):
+        lora_slots(LoraConfig(max_loras=2), family_for(hf), config)
+    with pytest.raises(ValueError, match="is_causal"):
+        family_for(hf).config_from_hf({**hf, "is_causal": False})

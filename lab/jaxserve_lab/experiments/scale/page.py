@@ -99,7 +99,7 @@ class Scale:
     decisions: tuple[int, ...] = (8, 64, 512, 1024)
     few: int = 100_000
     talks: tuple[int, ...] = (120, 40, 16)
-    apart: tuple[tuple[int, int], ...] = ((8, 1_000), (64, 2_000))
+    apart: tuple[tuple[int, int], ...] = ((8, 1_000),)
 
 
 QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10), ((4, 60),))
