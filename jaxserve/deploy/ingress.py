@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -101,7 +102,7 @@ class Ingress:
             if not begun:
                 await problem.response(scope["path"])(scope, receive, send)
             elif not over:  # a response that had begun is a stream of events
-                await send({"type": "http.response.body", "body": sse_event(problem.body())})
+                await send({"type": "http.response.body", "body": _broken_off(problem, scope)})
 
     async def _messages(self, scope: Scope, receive: Receive) -> AsyncGenerator[Message, None]:
         """The response to a call, as ASGI messages."""
@@ -347,6 +348,16 @@ def _whole(content: bytes, content_type: str) -> list[Message]:
         {"type": "http.response.start", "status": 200, "headers": headers},
         {"type": "http.response.body", "body": content},
     ]
+
+
+def _broken_off(problem: ApiError, scope: Scope) -> bytes:
+    """The end of a stream that breaks off, in the form of its API."""
+    path = scope["path"].removeprefix(scope.get("root_path", ""))
+    _, body = problem.shaped(path)
+    if path.startswith("/api/"):  # Ollama's are lines
+        return json.dumps(body).encode() + b"\n"
+    named = b"event: error\n" if body.get("type") == "error" else b""
+    return named + sse_event(body)
 
 
 def _problem(error: Exception) -> ApiError:

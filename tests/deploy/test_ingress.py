@@ -270,6 +270,19 @@ def test_a_stream_that_breaks_off_ends_with_an_error_event() -> None:
     assert event["error"]["code"] == "unavailable" and not last.get("more_body", False)
 
 
+def test_it_does_so_in_the_form_of_its_api() -> None:
+    def last(path: str) -> bytes:
+        told = http(Handle([[START, body(b"data: 1\n\n")], DIES], []), b"{}", path=path)
+        return bytes(told[-1]["body"])
+
+    name, data, *_ = last("/v1/messages").split(b"\n")
+    event = json.loads(data.removeprefix(b"data: "))
+    assert name == b"event: error" and event["type"] == "error"
+    assert set(event["error"]) == {"type", "message"}
+    (line,) = last("/api/chat").splitlines()
+    assert "is gone" in json.loads(line)["error"]
+
+
 def test_an_error_in_a_replica_is_the_servers_and_said_as_one() -> None:
     start, problem = http(Handle([BROKEN]), b"{}")
     assert start["status"] == 500 and b"internal error: KeyError" in problem["body"]
