@@ -181,7 +181,7 @@ def test_a_large_file_goes_on_as_another_and_the_new_one_says_who_is_there(tmp_p
     whole = replay.read(path)
     assert whole.start > 0, "there were more than two files"
     count = len(whole.steps)
-    assert 10 < count < steps
+    assert 5 < count < steps
     traffic = replay.traffic_of(whole)
     assert any("older than the recording" in note for note in traffic.notes)
     first = traffic.workload.select(np.array([0]))
