@@ -143,8 +143,7 @@ class EngineReplica:
             Unserved: the replica takes no more requests, and has failed to answer this one; what is
             not yielded was not answered.
         """
-        came = {} if pages is None else await asyncio.to_thread(self._get, pages)
-        passage = self._passage(resume, came)
+        passage = self._passage(resume, await self._come(pages))
         state = {} if passage is None else {ARRIVED: passage.began}
         parts = call_asgi(self._app, {**scope, "state": state}, body, passage)
         served = self._served(parts, http_response_kind, passage)
@@ -179,13 +178,15 @@ class EngineReplica:
         Raises:
             Unserved: see `http`.
         """
-        came = {} if pages is None else await asyncio.to_thread(self._get, pages)
-        passage = self._passage(resume, came)
+        passage = self._passage(resume, await self._come(pages))
         parts = call_grpc(self._handler, method, message, metadata, peer, passage)
         served = self._served(parts, grpc_response_kind, passage)
         async with contextlib.aclosing(served) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def _come(self, handle: Any) -> Pages:
+        return {} if handle is None else await asyncio.to_thread(self._get, handle)
 
     def _get(self, handle: Any) -> Pages:
         """What another replica has put; empty if it cannot be had, and is computed again."""
@@ -202,7 +203,7 @@ class EngineReplica:
         try:
             return Passage(resume, self._engine.info().system_fingerprint, self._name, pages)
         except CannotResume as error:
-            raise Unserved(str(error), self._name) from None
+            raise Unserved(str(error), "") from None  # it takes other calls
 
     async def _served(
         self, parts: Parts, by: Callable[[Any], ResponseKind], passage: Passage | None
@@ -246,16 +247,21 @@ class EngineReplica:
 
     def _put(self, passage: Passage, due: float) -> Any:
         """Puts what is cached of an answer, if it can be had by then and is not too large. Its
-        requests go on meanwhile. Returns `Cache.pages`."""
+        requests go on meanwhile. Returns `Cache.pages`; None if they cannot be put: then they are
+        computed again."""
         pages: dict[bytes, np.ndarray] = {}
         requests = () if passage.call is None else passage.call.requests
-        for request in requests:
-            left = due - time.monotonic()
-            if left > 0:
-                with contextlib.suppress(TimeoutError, EngineStopped):
-                    pages |= self._engine.export(request.id, left)
-        size = sum(page.nbytes for page in pages.values())
-        return self._transport.put(pages) if 0 < size <= _MOST_BYTES else None
+        try:
+            for request in requests:
+                left = due - time.monotonic()
+                if left > 0:
+                    with contextlib.suppress(TimeoutError, EngineStopped):
+                        pages |= self._engine.export(request.id, left)
+            size = sum(page.nbytes for page in pages.values())
+            return self._transport.put(pages) if 0 < size <= _MOST_BYTES else None
+        except Exception as error:
+            log.warning("what is cached of an answer stays: %r", error)
+            return None
 
     def _on_roster(self, roster: Roster) -> None:
         """On any thread."""
@@ -268,10 +274,12 @@ class EngineReplica:
             return
 
         async def go() -> None:
-            await asyncio.sleep(LEAVE_S)
-            if roster.leaves(self._name, self._fingerprint):
-                await self.leave()
-            self._going = None
+            try:
+                await asyncio.sleep(LEAVE_S)
+                if roster.leaves(self._name, self._fingerprint):
+                    await self.leave()
+            finally:
+                self._going = None
 
         self._going = asyncio.create_task(go())
 

@@ -300,7 +300,8 @@ class Engine:
                 raise EngineStopped("the engine is shutting down")
             self._places.reserve(request)
             now = self._clock()
-            stamped = dataclasses.replace(request, arrival=request.arrival or now)
+            arrival = request.arrival or now
+            stamped = dataclasses.replace(request, arrival=arrival, pages={})
             if adapter is not None:
                 self._using[request.id] = adapter
             self._inbox.append(
@@ -316,6 +317,7 @@ class Engine:
                     drafting=drafting,
                     adapter=adapter,
                     replays=replays,
+                    pages=request.pages,
                 )
             )
             self._wake.notify()
@@ -713,7 +715,7 @@ class Engine:
             elif isinstance(command, Buckets):
                 self._use(command)
             elif isinstance(command, _Export):
-                command.done.set_result(self._step_loop.export(command.request_id))
+                self._export(command)
             else:
                 self._step_loop.cancel(command)
         return True
@@ -735,6 +737,18 @@ class Engine:
                 raise
         else:
             command.done.set_result(None)
+
+    def _export(self, command: _Export) -> None:
+        """Exports a request's cache. A failure is only whoever asks for it to know, as for
+        `_fill`."""
+        try:
+            sent = self._step_loop.export(command.request_id)
+        except BaseException as error:
+            command.done.set_exception(error)
+            if not isinstance(error, Exception) or not self.executor.intact:
+                raise
+        else:
+            command.done.set_result(sent)
 
     def _over(self, request_id: str) -> None:
         used: Adapter | None = None

@@ -73,6 +73,7 @@ class Submit:
         adapter: the adapter that it uses; None for the base model.
         replays: of each continuation, the text of what another engine has generated, and why it has
             ended with that, if it has; empty for a request that begins here.
+        pages: as `Request.pages`, which the request is without, since it stays until it ends.
     """
 
     request: Request
@@ -86,6 +87,7 @@ class Submit:
     drafting: Sequence[Drafting] = ()
     adapter: Adapter | None = None
     replays: Sequence[tuple[str, FinishReason | None]] = ()
+    pages: Mapping[bytes, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 class RowResult(NamedTuple):
@@ -180,10 +182,11 @@ class StepLoop:
             self._columns[adapter] = command.adapter.columns.stop
         mine = self._by_id[request.id] = []
         left = list(range(request.sampling.n))
+        number, self.arrivals = self.arrivals, self.arrivals + len(left)
         try:
             while left:
                 index, ended = left[0], self._ended(command, left[0])
-                one = self._continuation(command, index)
+                one = self._continuation(command, index, number + index)
                 chain, before = one.block_keys, one.output_tokens
                 keys = [] if chain is None else [key for t in before if (key := chain.append(t))]
                 if ended:
@@ -202,7 +205,7 @@ class StepLoop:
                 mine.append(one)
                 left.pop(0)
                 self.live[one.row] = one
-                self._adopt(one)
+                self._adopt(one.row, command.pages)
                 if command.replays:
                     one.replay(*command.replays[index])
                 if before and one.speculator is not None:
@@ -219,8 +222,7 @@ class StepLoop:
         """Whether a continuation has ended at another engine."""
         return bool(command.replays) and command.replays[index][1] is not None
 
-    def _continuation(self, command: Submit, index: int) -> Continuation:
-        number, self.arrivals = self.arrivals, self.arrivals + 1
+    def _continuation(self, command: Submit, index: int, number: int) -> Continuation:
         keys = command.block_keys
         return Continuation(
             request=command.request,
@@ -264,7 +266,6 @@ class StepLoop:
         failures.refuse(
             request, command.on_output, FinishReason.ERROR, failures.describe(error), rest
         )
-        self.arrivals += len(rest)
         for _ in rest:
             self.failures.of_request(error, request.id)
             self._on_over(request.id)
@@ -284,19 +285,21 @@ class StepLoop:
         sent: dict[bytes, Saved] = {}
         for one in self._by_id.get(request_id, ()) if self._executor.sends else ():
             pages, save = self._scheduler.pages(one.row)
-            if save is not None:
-                self._executor.save(save.keys, save.counts, save.slots)
-            sent |= {key: self._executor.saved(kept) for key, kept in pages}
-            if save is not None:
-                self._executor.discard(save.keys)
+            try:
+                if save is not None:
+                    self._executor.save(save.keys, save.counts, save.slots)
+                sent |= {key: self._executor.saved(kept) for key, kept in pages}
+            finally:
+                if save is not None:
+                    self._executor.discard(save.keys)
         return sent
 
-    def _adopt(self, one: Continuation) -> None:
+    def _adopt(self, row: int, pages: Mapping[bytes, np.ndarray]) -> None:
         """Keeps the cached blocks that came along with a continuation, as far as they fit."""
         executor = self._executor
-        if one.request.pages and executor.sends:
-            fitting = {key: page for key, page in one.request.pages.items() if executor.fits(page)}
-            for key, contents in self._scheduler.adopt(one.row, fitting):
+        if pages and executor.sends:
+            fitting = {key: page for key, page in pages.items() if executor.fits(page)}
+            for key, contents in self._scheduler.adopt(row, fitting):
                 executor.keep(key, contents)
 
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:

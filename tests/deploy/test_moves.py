@@ -23,9 +23,13 @@ from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.roster import Roster
 from jaxserve.deploy.transport import Transport
 from jaxserve.engine.errors import HostLost
+from jaxserve.sched.request import Request, SamplingParams
+from jaxserve.server.moves import passage as passage_module
+from jaxserve.server.moves import resume_point
 from jaxserve.server.moves.passage import Passage
 from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint, unmarked
 from jaxserve.server.proto import generation_pb2 as pb
+from jaxserve.server.requests.call_outcome import CallRecord
 from tests.deploy.engine import Engine
 from tests.deploy.test_replica import SCOPE, serving
 from tests.server.logging_kept import logging_kept
@@ -561,6 +565,75 @@ def test_a_cache_that_does_not_come_is_computed_again() -> None:
     assert not engine.requests[0].pages and engine.requests[0].generated
 
 
+def test_a_cache_that_cannot_be_put_keeps_no_answer() -> None:
+    class Full(Transport):
+        def put(self, pages: Any) -> Any:
+            raise MemoryError("the object store is full")
+
+    engine, other = Paced().run(), Paced().run()
+    engine.cache = {b"k" * 16: np.arange(8.0)}
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        replicas[0]._transport = Full()
+        fleet, left = Fleet(replicas), False
+        body = {"prompt": "Hi", "max_tokens": 100, "stream": True}
+        async for piece in fleet.http("/v1/completions", body).pieces():
+            yield piece
+            if not left:
+                left = True
+                await replicas[0].leave()
+        assert fleet.pages == [None, None] and fleet.points[1].outputs
+
+    said = events(served(call, [engine, other]))
+    texts = "".join(choice["text"] for each in said for choice in each["choices"])
+    assert texts == "".join(f" w{k}" for k in range(100))
+
+
+def test_an_answer_of_which_too_much_would_have_to_be_kept_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (passage_module, resume_point):
+        monkeypatch.setattr(module, "MOST_VALUES", 2)
+    engine = Paced().run()
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        body = {"prompt": "Hi", "max_tokens": 8, "stream": True}
+        async for piece in Fleet(replicas).http("/v1/completions", body).pieces():
+            yield piece
+            if engine.told > 3:
+                await replicas[0].leave()
+
+    said = events(served(call, [engine]))
+    texts = "".join(choice["text"] for each in said for choice in each["choices"])
+    assert texts == "".join(f" w{k}" for k in range(8))
+
+
+def test_what_has_come_along_is_not_kept_for_as_long_as_the_answer_takes() -> None:
+    sent = {b"k" * 16: np.arange(8.0)}
+    passage = Passage(point().model_dump_json().encode(), FINGERPRINT, "r0", sent)
+    wanted = Request("a", (1, 2), SamplingParams())
+    assert passage.begin([wanted])[0].pages == sent and not passage._pages
+
+    engine, records = Paced().run(), list[Any]()
+
+    def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        begun = CallRecord.charge
+
+        def charge(record: CallRecord, requests: Any, *given: Any) -> None:
+            records.extend(requests)
+            begun(record, requests, *given)
+
+        monkeypatch.setattr(CallRecord, "charge", charge)
+        scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
+        resume = point().model_dump_json().encode()
+        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=sent)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        served(call, [engine])
+    assert engine.requests[0].pages and not any(each.pages for each in records)
+
+
 def test_what_ends_in_time_does_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does anything where nobody else can go on with it."""
     monkeypatch.setattr(relay_module, "LEAVE_S", 1000.0)
@@ -591,6 +664,7 @@ def resumed(engine: Engine, point: ResumePoint, **body: Any) -> list[Any] | str:
     try:
         return served(call, [engine])
     except Unserved as error:
+        assert not error.replica  # it may take other calls
         return error.reason
 
 

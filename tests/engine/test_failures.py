@@ -210,6 +210,8 @@ def test_all_continuations_of_a_request_that_is_half_taken_in_are_told(
     check_whole(roomy)
     roomy.submit(Request(name, (3,), SamplingParams(max_tokens=1)), again := Stream())
     assert again.wait().reason is not FinishReason.ERROR, "its id is free again"
+    arrived, submitted = roomy._step_loop.arrivals, roomy._ttft_estimator._submitted
+    assert arrived == submitted, "what is submitted later counts for expected waits"
 
 
 @pytest.mark.parametrize("name", ["\ud800", "", "\U0010ffff" * 1000])

@@ -14,7 +14,16 @@ from pydantic import ValidationError
 
 from jaxserve.engine.output import TokenLogprobs
 from jaxserve.sched.request import Generated, Request
-from jaxserve.server.moves.resume_point import KEY_BYTES, Begun, Cache, Mark, Passed, ResumePoint
+from jaxserve.server.moves.resume_point import (
+    KEY_BYTES,
+    MOST_VALUES,
+    Begun,
+    Cache,
+    Mark,
+    Passed,
+    ResumePoint,
+    values,
+)
 
 PASSAGE = "jaxserve.passage"
 """Key of a call's scope state, and attribute of its gRPC context."""
@@ -92,6 +101,7 @@ class Passage:
         self.began = time.monotonic() - max(0.0, time.time() - self.point.arrived)
         self._begun, self._pages = Begun(fingerprint, replica), pages or {}
         self._outputs = {one.number: one for one in self.point.outputs}
+        self._values = sum(map(values, self.point.outputs))
 
     def drawn(self, what: str) -> bytes:
         """See `CallRecord.drawn`."""
@@ -107,12 +117,11 @@ class Passage:
         if not self.silent:
             return list(wanted)
         n, moved = wanted[0].sampling.n, tuple(self.point.moved)
+        pages, self._pages = self._pages, {}
         made = []
         for place, request in enumerate(wanted):
             found = tuple(self._generated(place * n + index) for index in range(n))
-            made.append(
-                dataclasses.replace(request, generated=found, moved=moved, pages=self._pages)
-            )
+            made.append(dataclasses.replace(request, generated=found, moved=moved, pages=pages))
         return made
 
     def _generated(self, number: int) -> Generated:
@@ -138,12 +147,15 @@ class Passage:
         logprobs = tuple((one.logprob, one.top) for one in delta.logprobs)
         self.tokens += len(delta.token_ids)
         times = tuple(came - self.began for came in delta.times)
-        self.tell(Passed(number, tuple(delta.token_ids), times, logprobs, delta.expected_missed))
+        tokens = tuple(delta.token_ids)
+        passed = Passed(number, tokens, times, logprobs, delta.expected_missed)
+        self._values += values(passed)
+        self.tell(passed)
 
     def leave(self, pages: Any) -> None:
-        """Leaves the answer to other replicas, with what is cached of it here. pages: as
-        `Cache.pages`."""
-        if self.begun and not self.left:
+        """Leaves the answer to other replicas, with what is cached of it here. It stays if there is
+        more than is kept for them. pages: as `Cache.pages`."""
+        if self.begun and not self.left and self._values <= MOST_VALUES:
             self.tell(Cache(pages))
             self.left = True
 

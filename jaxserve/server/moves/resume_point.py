@@ -81,6 +81,11 @@ class Progress(BaseModel):
     given_up: bool = False
 
 
+def values(said: Passed | Progress) -> int:
+    """How many of `MOST_VALUES` these are."""
+    return len(said.tokens) + sum(1 + len(top) for _, top in said.logprobs)
+
+
 class ResumePoint(BaseModel):
     """Where an answer is to be begun or resumed: what travels beside the call itself.
 
@@ -157,8 +162,7 @@ class Answered:
         return parts
 
     def _add(self, passed: Passed) -> None:
-        more = len(passed.tokens) + sum(1 + len(top) for _, top in passed.logprobs)
-        self._values += more
+        self._values += values(passed)
         if self._values > MOST_VALUES:
             self.begun = False
             self._outputs.clear()

@@ -528,12 +528,13 @@ class CallStreams:
         self, requests: EngineRequests, wanted: Sequence[Request], record: CallRecord
     ) -> None:
         self._requests, passage = requests, record.passage
-        wanted = wanted if passage is None else passage.begin(wanted)
+        # Without the pages that have come along, which the engine keeps or drops.
         self.wanted, self.record = wanted, record
+        begun = wanted if passage is None else passage.begin(wanted)
         record.charge(wanted)
         self.streams: list[Stream] = []
         try:
-            for request in wanted:
+            for request in begun:
                 self.streams.append(requests.open_stream(request, record=record))
         except BaseException:
             self.end()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,45 @@ def test_what_does_not_fit_into_host_memory_is_computed(shapes: dict[str, Path])
         pages = {b"x" * 16: np.zeros((8, 2, 4, 8), np.float32)}
         small.submit(Request("a", PROMPT, sampling, pages=pages), stream)
         assert len(stream.wait().tokens()) == 8 and small.export("a", 60) == {}
+
+
+def test_what_does_not_fit_is_gone_while_the_request_runs(two: tuple[Engine, Engine]) -> None:
+    here, _ = two
+    gate, stream = Gate(), Stream()
+    stream.on_output = gate
+    page = np.zeros(1)
+    gone = weakref.ref(page)
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    here.submit(Request("unfit", PROMPT, sampling, pages={b"x" * 16: page}), stream)
+    del page
+    gate.reached()
+    gc.collect()
+    try:
+        assert gone() is None
+    finally:
+        gate.open()
+        stream.wait()
+
+
+def test_a_copy_that_fails_is_only_whoever_asked_for_it_to_know(
+    two: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, _ = two
+    wait_until_idle(here)
+    here.reset_prefix_cache()
+    gate, stream = Gate(), Stream()
+    stream.on_output = gate
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    here.submit(Request("failing", PROMPT, sampling), stream)
+    gate.reached()
+
+    def failing(*given: Any) -> None:
+        raise MemoryError("no host memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(here.executor, "save", failing)
+        done = here.exporting("failing")
+        gate.open()
+        with pytest.raises(MemoryError, match="no host memory"):
+            done.result(60)
+    assert len(stream.wait().tokens()) == 8
