@@ -86,7 +86,7 @@ class Relay:
         self._avoided: tuple[str, ...] = ()
         self._lost_at, self._tries = 0.0, 0
         self._alarm: asyncio.Timeout | None = None
-        self._leaving = False
+        self._leaving = self._waiting = False
 
     async def pieces(self) -> Pieces:
         """Yields the answer, piece by piece, without the marks.
@@ -130,21 +130,25 @@ class Relay:
                 self._alarm.reschedule(asyncio.get_running_loop().time())
 
     async def _next(self, pieces: Pieces) -> list[Any] | None:
-        """The next piece; None at the end. Raises _Left once the replica is to be left."""
+        """The next piece; None at the end. Raises _Left once the replica is to be left, and
+        ReplicaLost if no other one has begun to go on with the answer by RESUME_S."""
+        left = max(0.0, self._lost_at + RESUME_S - time.monotonic()) if self._waiting else None
         try:
-            async with asyncio.timeout(0 if self._leaving else None) as self._alarm:
+            async with asyncio.timeout(0 if self._leaving else left) as self._alarm:
                 return await anext(pieces, None)
         except TimeoutError:
-            if not self._leaving:
-                raise
-            self._leaving = False
-            raise _Left("it is being removed", dead=True) from None
+            if self._leaving:
+                self._leaving = False
+                raise _Left("it is being removed", dead=True) from None
+            if self._waiting:
+                raise ReplicaLost("no other one goes on with it", dead=True) from None
+            raise
         finally:
             self._alarm = None
 
     def _take(self, piece: list[Any]) -> list[Any]:
         """The parts that can be passed on now."""
-        before = self._answered.replica
+        before, self._waiting = self._answered.replica, False
         parts = self._answered.take(piece)
         if parts or not isinstance(piece[-1], Begun):
             self._tries = 0
@@ -181,3 +185,4 @@ class Relay:
         else:
             await asyncio.sleep(min(_PAUSE_S * self._tries, _LONGEST_PAUSE_S))
         self._tries += 1
+        self._waiting = True

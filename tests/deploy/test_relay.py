@@ -14,6 +14,7 @@ from jaxserve.server.moves import resume_point
 from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint
 
 HEAD, DEAD, AWAY, FAILED, FULL = "head", "dead", "away", "failed", "full"
+NOBODY = "nobody"  # is there who could answer
 BEGUN = Begun("fp_1")
 
 
@@ -42,6 +43,8 @@ class Fleet:
                     raise ReplicaLost("out of memory", dead=step == DEAD)
                 if step == FAILED:
                     raise ReplicaLost("the engine failed", dead=True, replica="b")
+                if step == NOBODY:
+                    await asyncio.Event().wait()
                 if step == FULL:
                     raise ReplicaLost("its queue is full", dead=True)
                 yield list(step)
@@ -166,6 +169,15 @@ def test_what_nobody_resumes_ends_with_the_error(monkeypatch: pytest.MonkeyPatch
     parts, error = read(fleet)
     assert parts == ["a"] and error is not None and "its queue is full" in error
     assert fleet.unused > 90
+
+
+def test_nor_does_it_wait_for_longer_where_nobody_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RESUME_S", 0.02)
+    monkeypatch.setattr(module, "_PAUSE_S", 0.001)
+    fleet = Fleet([[BEGUN, "a", passed(1)], DEAD], *[[NOBODY]] * 100)
+    parts, error = read(fleet)
+    assert parts == ["a"] and error is not None and "no other one" in error
+    assert 1 + 100 - fleet.unused == fleet.closed
 
 
 def test_what_is_too_long_to_be_kept_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
