@@ -13,6 +13,7 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO
 from jaxserve.sched.routing.moves import Link
 from jaxserve.sched.slo.classes import with_targets
+from jaxserve.simulator.replica.replica import Replica
 from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.settings import Fault, Routing
 from jaxserve.simulator.simulator import SimulationError
@@ -73,11 +74,22 @@ def test_nobody_is_lost_and_no_token_comes_twice(
 
 
 @pytest.mark.parametrize("host_tokens", [200_000, 20_000])
-def test_a_fixed_split_keeps_prompts_and_decodes_apart(host_tokens: int) -> None:
+def test_a_fixed_split_keeps_prompts_and_decodes_apart(
+    host_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where host memory is full of what has left the pool."""
     workload = long_prompts(80, 6.0)
     more = {"host_tokens": host_tokens, "kv_tokens": 60_000}
+    known, leave = list[int](), Replica.leave
+
+    def leaving(replica: Replica, number: int) -> list[bytes]:
+        keys = leave(replica, number)
+        known.append(len(replica._left))
+        return keys
+
+    monkeypatch.setattr(Replica, "leave", leaving)
     result = served(workload, Link(0.002, 5e-6, 2), **more)
+    assert 0 < max(known) < 10, "a replica knows only of those that have just left"
     longer = workload.output_len > 1
     assert (result.requests.replica[longer] >= 2).all(), "they end where decodes are"
     batches = result.batches

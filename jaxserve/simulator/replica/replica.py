@@ -101,7 +101,7 @@ class Replica:
         self.dead, self.slowdown = False, 1.0  # factor of step times
         self.lately = Lately()
         self.began: list[int] = []
-        self._left: set[int] = set()  # requests that went on elsewhere
+        self._left: set[int] = set()  # requests that went on elsewhere during the step in flight
         self.rows_log: list[BatchRows] = []
         self._block_keys = block_keys
         self._drafter = None if guesses is None else Drafter(scheduler, guesses, outputs)
@@ -163,7 +163,6 @@ class Replica:
             self._drafter.begin(row, request.tenant)
         if sent:
             self.scheduler.adopt(row, dict.fromkeys(sent, number))
-        self._left.discard(number)
         self.live += 1
         self._came += 1
         if self.next_time == math.inf:
@@ -185,7 +184,8 @@ class Replica:
             self._moved[0] += saved
         self._outputs.preemptions[number] = scheduler.table.preemptions[row]
         self._has_slot[row] = False
-        self._left.add(number)
+        if self._pending is not None:
+            self._left.add(number)
         self.live -= 1
         scheduler.finish(row, complete=False)
         return [key for key, _ in pages]
@@ -363,6 +363,7 @@ class Replica:
         over = outputs.over[requests]
         if self._left:
             over = over | np.isin(requests, [*self._left])
+            self._left.clear()  # later steps were launched without them
         if np.count_nonzero(over):
             rows, requests = rows[~over], requests[~over]
             drafts = None if drafts is None else drafts[~over]
