@@ -14,9 +14,10 @@ import numbers
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
+if TYPE_CHECKING:  # clients have no NumPy
+    import numpy as np
 
 NO_CLASS = "default"  # the SLO class of requests without one
 MAX_TBT, LEAST_MAX_TBT = 10.0, 2.0

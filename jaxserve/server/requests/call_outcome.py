@@ -9,12 +9,15 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jaxserve.engine.output import Output, Usage
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
-from jaxserve.server.moves.passage import Passage
 from jaxserve.server.requests.engine_load import EngineLoad
+
+if TYPE_CHECKING:  # slow to import
+    from jaxserve.server.moves.passage import Passage
 
 log = logging.getLogger(__name__)
 
