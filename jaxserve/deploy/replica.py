@@ -321,9 +321,9 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """The snapshot for routers, and which answers it can go on with."""
         if self._watch is not None:
-            watch, self._watch = self._watch, None
-            roster = watch()
+            roster = self._watch()
             roster.listen(functools.partial(self._on_roster, roster))
+            self._watch = None
         draining = self._frontends.requests.closed is not None
         snapshot = self._stats.snapshot(draining=draining).as_dict()
         return {SNAPSHOT: snapshot, FINGERPRINT: self._fingerprint}

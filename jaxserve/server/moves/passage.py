@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,9 +130,9 @@ class Passage:
         if one is None:
             return Generated()
         logprobs = tuple((logprob, tuple(top)) for logprob, top in one.logprobs)
-        now = time.monotonic()  # clocks of hosts differ
-        times = tuple(min(self.began + after, now) for after in one.times)
-        return Generated(tuple(one.tokens), times, logprobs, one.given_up)
+        now = time.monotonic()  # clocks of hosts differ: no token came later, nor before another
+        times = accumulate((min(self.began + after, now) for after in one.times), max)
+        return Generated(tuple(one.tokens), tuple(times), logprobs, one.given_up)
 
     @contextmanager
     def passing(self, number: int, delta: _Delta) -> Iterator[None]:
