@@ -21,7 +21,7 @@ from jaxserve.server.access.options import KEYS_VARIABLE, Access, access_setting
 from jaxserve.server.http.transport import http_server, protocol
 from jaxserve.server.requests.options import ServerOptions
 from jaxserve.server.server import Server
-from jaxserve_lab.bench.stress import abuse, attacks, http_attacks, tenants
+from jaxserve_lab.bench.stress import abuse, attacks, http_attacks, server_process, tenants
 from jaxserve_lab.bench.stress.abuse import Row
 from jaxserve_lab.bench.stress.attacks import Tried
 from jaxserve_lab.bench.stress.faulty_server import Saboteur
@@ -272,3 +272,18 @@ def test_a_hostile_model_has_all_of_its_model(tmp_path: Any) -> None:
     assert (tmp_path / "chat_template.jinja").read_text() == "kind"
     with abuse.hostile_model(["--model=", "--config.model.preset=opt-125m"]) as flags:
         assert flags == []
+
+
+def test_a_config_comes_before_its_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def begin(command: list[str], **_: Any) -> None:
+        commands.append(command)
+        raise OSError("it is not to start")
+
+    monkeypatch.setattr(server_process.subprocess, "Popen", begin)
+    with pytest.raises(OSError, match="not to start"), server_process.victim("--config=tiny_cpu"):
+        pass
+    (command,) = commands
+    fields = [i for i, word in enumerate(command) if word.startswith("--config.")]
+    assert fields and command.index("--config=tiny_cpu") < min(fields)

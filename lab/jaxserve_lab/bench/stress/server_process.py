@@ -89,7 +89,7 @@ def victim(
             f"server.batch_dir={Path(folder) / 'batches' if batches else ''}",
         )
         command = [sys.executable, "-m", "jaxserve_lab.bench.stress.faulty_server"]
-        command += [*(f"--config.{field}" for field in fields), *flags]
+        command += [*flags, *(f"--config.{field}" for field in fields)]  # behind --config
         with (
             log.open("w") as stderr,
             subprocess.Popen(
