@@ -359,3 +359,25 @@ def test_a_snapshot_goes_before_those_behind_it() -> None:
     serve("other", 32)
     assert snapshots("old") == [2]
     assert snapshots("new") in ([4, 6], [6])
+
+
+def test_who_goes_back_to_a_snapshot_does_not_write_to_it() -> None:
+    machine = States()
+    machine.begin(100, StateGroups(count=2, blocks=4), 0)
+    pool, table = machine.pool, machine.made.table
+    assert isinstance(pool, StatePool)
+    machine.end(0, 0, 50)
+    for end in (24, 48):  # snapshots are behind every eighth token
+        while table.computed[0] < end:
+            machine.book({0: end - int(table.computed[0])})
+    machine.book({0: 2})
+    assert table.generated[0] == 1
+    machine.book({0: 1}, reserve=3, drafted=(3, 1))
+    assert table.computed[0] == pool.reached[0] == 50 and pool.owns[0]
+    pool.owns[0] = False  # as if it had begun at a snapshot
+    before = pool.states[0, 1].copy()
+    pool.refs[before] += 1
+    pool.reach(np.array([0]), np.array([50]), np.array([54]), np.array([3]))
+    assert not np.isin(pool.states[0, 1], before).any()
+    pool.settle(np.array([0]), np.array([0]))
+    assert (pool.states[0, 1] == before).all() and not pool.owns[0]
