@@ -49,7 +49,8 @@ without slow=, the replica is dead, which routers notice after 1 s or the given 
 go on at others, where their prompts and tokens are computed again; without others they have failed.
 
 --link=2ms:5ms, with --routing=slo: behind its prompt a request may go on at another replica, with
-its cache, which takes 2 ms and 5 more for each 1,000 tokens (jaxserve/sched/routing/moves.py).
+cache, which takes 2 ms and 5 more for each 1,000 tokens (jaxserve/sched/routing/moves.py),
+from host memory (--host_tokens) to host memory.
 :prompts=N has the first N replicas compute prompts only, the others none.
 
 --replay=FILE: the traffic that a server with --config.engine.record=FILE has served, on a system

@@ -74,6 +74,10 @@ def check(args: argparse.Namespace) -> str:
     if args.link is not None:
         if args.routing != "slo":
             return "--link is for --routing=slo: other routers move no requests"
+        if not getattr(args, "host_tokens", 0):
+            return (
+                "--link moves caches from host memory to host memory: --host_tokens says how much"
+            )
         each = args.replicas // (args.routers or 1)  # at least
         if args.link.prefills >= each:
             return f"--link: prompts must leave a replica to each router, of {each}"

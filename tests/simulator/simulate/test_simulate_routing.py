@@ -51,7 +51,9 @@ def test_flags_say_what_is_before_the_replicas() -> None:
 
 
 def test_a_link_is_between_replicas() -> None:
-    args = flags.parser("").parse_args([*ROUTED, "--routing=slo", "--link=2ms:5s:prompts=2"])
+    args = flags.parser("").parse_args(
+        [*ROUTED, "--routing=slo", "--link=2ms:5s:prompts=2", "--host_tokens=9"]
+    )
     assert flags.check(args) == ""
     assert routing(args) == Routing("slo", link=Link(0.002, 0.005, 2))
 
@@ -64,7 +66,11 @@ SEEN = ["--replicas=2", "--routing=slo"]
     [
         (["--faults=0"], "--faults is for more than one of --replicas"),
         (["--replicas=2", "--link=1ms:1ms"], "--link is for --routing=slo"),
-        ([*SEEN, "--link=1ms:1ms:prompts=2"], "--link: prompts must leave a replica to each"),
+        ([*SEEN, "--link=1ms:1ms"], "--link moves caches from host memory to host memory"),
+        (
+            [*SEEN, "--link=1ms:1ms:prompts=2", "--host_tokens=9"],
+            "--link: prompts must leave a replica to each",
+        ),
         ([*SEEN, "--link=1ms"], "LATENCY:PER_1000 are two times, got '1ms'"),
         ([*SEEN, "--link=soon:1ms"], "latency"),
         ([*SEEN, "--link=1ms:1ms:prompts=" + 400 * "9"], "prompts must be 0 to 16383"),
