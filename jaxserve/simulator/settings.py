@@ -84,6 +84,9 @@ class Routing:
         prefixes: Whether routers use the contents of prefix caches.
         link: What lies between replicas, if requests may go on at another one after their first
             token; only with `slo`.
+        roles: How many replicas, the first ones, compute prompts only, and how many of the others
+            decodes only: at least one for each router, and all together; None if any may do both.
+            Only with a link.
 
     Raises:
         ValueError: For other values.
@@ -97,12 +100,17 @@ class Routing:
     faults: tuple[Fault, ...] = ()
     prefixes: bool = True
     link: Link | None = None
+    roles: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.name not in ROUTERS:
             raise ValueError(f"there is no routing {self.name!r}; known: {', '.join(ROUTERS)}")
         if self.link is not None and self.name != "slo":
             raise ValueError(f"requests move with routing slo only, not with {self.name}")
+        if self.roles is not None and self.link is None:
+            raise ValueError("without a link all replicas compute prompts and decodes")
+        if self.roles is not None and min(self.roles) < self.routers:
+            raise ValueError(f"roles must be at least routers, {self.routers}, got {self.roles}")
         if self.routers < 1:
             raise ValueError(f"routers must be at least 1, got {self.routers}")
         if not 0 <= self.interval < math.inf:

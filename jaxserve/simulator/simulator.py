@@ -237,6 +237,8 @@ def _routed(setting: Setting, policy: Policy, routing: str | Routing) -> Setting
     most = f"at most as many as replicas, {setting.replicas}"
     if routing.routers > setting.replicas:
         raise SimulationError(f"routers must be {most}, got {routing.routers}")
+    if routing.roles is not None and sum(routing.roles) != setting.replicas:
+        raise SimulationError(f"roles must be of all {setting.replicas} replicas")
     last = max((fault.replica for fault in routing.faults), default=0)
     if last >= setting.replicas:
         raise SimulationError(f"there is no replica {last} that could have a fault")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxserve.sched.request import SLO
-from jaxserve.sched.slo.classes import SloClassError, parse_classes
+from jaxserve.sched.slo.classes import parse_classes
 from jaxserve.sched.slo.slo_columns import ALL_TARGETS
 from jaxserve.simulator.workloads.specs import MOST_PROGRAMS, MaxTokens
 from jaxserve.simulator.workloads.workload import WorkloadError
@@ -99,7 +99,7 @@ def parsed(parse: Callable[[str], T]) -> Callable[[str], T]:
     def read(text: str) -> T:
         try:
             return parse(text)
-        except (SloClassError, WorkloadError) as error:
+        except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return read

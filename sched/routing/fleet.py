@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from enum import IntEnum
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -12,6 +13,14 @@ from jaxserve.sched.cache.prefix_sketch import marks_of
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.known_prefixes import MOST_SENT, KnownPrefixes
 from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add_request, reset_known
+
+
+class Role(IntEnum):
+    """What a replica computes, where requests may move behind their prompts."""
+
+    ANY = 0
+    PROMPTS = 1
+    DECODES = 2
 
 
 class RoutingRequest(NamedTuple):
@@ -99,6 +108,8 @@ class Fleet:
     Attributes:
         columns: The last snapshots, updated by what has been sent since.
         prefixes: Prefixes of each replica; None if not used.
+        roles: `Role` of each replica, int8 [replicas].
+        prompts: Seconds of prompts that each has got lately, float64 [replicas], as `Moves` counts.
     """
 
     def __init__(self, count: int) -> None:
@@ -106,6 +117,7 @@ class Fleet:
         self.columns = _columns(self._known)
         self._sent = _nothing_sent(count)
         self.prefixes: KnownPrefixes | None = None
+        self.roles, self.prompts = np.zeros(count, np.int8), np.zeros(count)
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -142,6 +154,8 @@ class Fleet:
         self._known = np.concatenate([self._known, _nothing_known(count)], axis=1)
         self.columns = _columns(self._known)
         self._sent += _nothing_sent(count)
+        self.roles = np.concatenate([self.roles, np.zeros(count, np.int8)])
+        self.prompts = np.concatenate([self.prompts, np.zeros(count)])
         if self.prefixes is not None:
             self.prefixes.grow(count)
 
@@ -149,8 +163,27 @@ class Fleet:
         """Forgets a replica that is gone; its number is free for another one."""
         self._known[:, replica] = _nothing_known(1)[:, 0]
         self._sent[replica].clear()
+        self.roles[replica], self.prompts[replica] = Role.ANY, 0.0
         if self.prefixes is not None:
             self.prefixes.forget(replica)
+
+    def set_role(self, replica: int, role: Role) -> None:
+        """Has the replica compute only that, until it is forgotten."""
+        self.roles[replica] = role
+
+    def taking(self, up: np.ndarray, *, prompts: bool) -> np.ndarray:
+        """Which of the replicas that are up take prompts, or requests behind them: those for both
+        and for the one, or all of them if none of these is up.
+
+        Args:
+            up: bool [replicas].
+            prompts: Which of the two.
+
+        Returns:
+            bool [replicas].
+        """
+        mine = up & (self.roles != (Role.DECODES if prompts else Role.PROMPTS))
+        return mine if mine.any() else up
 
     def find(self, replica: int) -> None:
         """The replica is up, but has not sent a snapshot yet."""

@@ -193,16 +193,16 @@ class Router:
         Raises:
             NoReplica: None is up that can.
         """
-        up = self.fleet.up
-        if besides:
-            up[list(besides)] = False
+        up = self._up(besides)
         if not up.any():
             raise NoReplica("no replica takes requests")
         if self._moves is not None:
             return self._moves.begins_at(up, ask, now)
         return self.way.choose(self.fleet, up, self._lots, ask, now)
 
-    def goes_on_at(self, here: int, ask: RoutingRequest, now: float) -> int:
+    def goes_on_at(
+        self, here: int, ask: RoutingRequest, now: float, besides: Sequence[int] = ()
+    ) -> int:
         """The replica at which a request goes on after its first token; the caller then calls
         `Fleet.send`. Only with a link.
 
@@ -210,6 +210,14 @@ class Router:
             here: Where it is.
             ask: The request, all of its tokens counted as a prompt.
             now: On the snapshots' clock.
+            besides: Replicas that cannot go on with it.
         """
         assert self._moves is not None
-        return self._moves.goes_on_at(self.fleet.up, here, ask, now)
+        return self._moves.goes_on_at(self._up(besides), here, ask, now)
+
+    def _up(self, besides: Sequence[int]) -> np.ndarray:
+        """Which replicas get requests, but for these, bool [replicas]."""
+        up = self.fleet.up
+        if besides:
+            up[list(besides)] = False
+        return up

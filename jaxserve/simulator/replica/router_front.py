@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxserve.sched.request import Request
-from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
 from jaxserve.sched.routing.random_draws import MODULUS, drawn, seeded
 from jaxserve.sched.routing.routers import NoReplica, Router
 from jaxserve.sched.routing.snapshot import Snapshot
@@ -66,6 +66,9 @@ class Front:
         self._faults = {fault.replica: fault for fault in setting.routing.faults}
         for i in range(count):
             self._fleet(i).find(i // step)
+            if setting.routing.roles is not None:
+                role = Role.PROMPTS if i < setting.routing.roles[0] else Role.DECODES
+                self._fleet(i).set_role(i // step, role)
             if setting.routing.looks:
                 self._hear(i, idle_snapshot(setting.fixed))
         if setting.routing.looks and setting.routing.interval:

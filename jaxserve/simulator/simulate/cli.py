@@ -51,7 +51,8 @@ go on at others, where their prompts and tokens are computed again; without othe
 --link=2ms:5ms, with --routing=slo: behind its prompt a request may go on at another replica, with
 cache, which takes 2 ms and 5 more for each 1,000 tokens (jaxserve/sched/routing/moves.py),
 from host memory (--host_tokens) to host memory.
-:prompts=N has the first N replicas compute prompts only, the others none.
+--roles=3:5 has the first 3 replicas compute prompts only, and the other 5 what comes behind them.
+Where none of a role is up, the others do its work.
 
 --replay=FILE: the traffic that a server with --config.engine.record=FILE has served, on a system
 fitted to its steps, with its limits and its pool; --system, and the flags of limits and pool,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from jaxserve.command_line import Parser
-from jaxserve.sched.routing.moves import Link
+from jaxserve.sched.routing.moves import parse_link, parse_roles
 from jaxserve.sched.routing.routers import ROUTERS
 from jaxserve.sched.slo.classes import time_of, values_of
 from jaxserve.simulator.settings import Fault, Routing
@@ -27,6 +27,7 @@ _OF_SEVERAL = {  # the fields of `Routing` by flag
     "snapshot_loss": "loss",
     "faults": "faults",
     "link": "link",
+    "roles": "roles",
 }
 _OF_SNAPSHOTS = ("snapshot_s", "snapshot_age_s", "snapshot_loss")
 _FAULT = ("at", "slow", "notice")
@@ -34,7 +35,7 @@ _FAULT = ("at", "slow", "notice")
 
 def add_flags(parser: Parser) -> None:
     """Adds --replicas, --routing, --routers, --snapshot_s, --snapshot_age_s, --snapshot_loss,
-    --faults and --link."""
+    --faults, --link and --roles."""
     add = parser.add_argument
     add("--replicas", type=partial(positive_int, most=MOST_REPLICAS), default=1, help="(1)")
     add("--routing", choices=tuple(ROUTERS), help="how replicas are chosen (round_robin)")
@@ -51,7 +52,8 @@ def add_flags(parser: Parser) -> None:
     add("--snapshot_age_s", type=_seconds, help="delay of a snapshot, less than the interval (0)")
     add("--snapshot_loss", type=_number(0.0, 1.0), help="share of the snapshots that is lost (0)")
     add("--faults", type=parsed(_faults), metavar="REPLICA[:at=60s]...", help="see above")
-    add("--link", type=parsed(_link), metavar="LATENCY:PER_1000[:prompts=N]", help="see above")
+    add("--link", type=parsed(parse_link), metavar="LATENCY:PER_1000", help="see above")
+    add("--roles", type=parsed(parse_roles), metavar="PROMPTS:DECODES", help="see above")
 
 
 def check(args: argparse.Namespace) -> str:
@@ -78,9 +80,14 @@ def check(args: argparse.Namespace) -> str:
             return (
                 "--link moves caches from host memory to host memory: --host_tokens says how much"
             )
-        each = args.replicas // (args.routers or 1)  # at least
-        if args.link.prefills >= each:
-            return f"--link: prompts must leave a replica to each router, of {each}"
+    if args.roles is not None:
+        prompts, decodes = args.roles
+        if args.link is None:
+            return "--roles is for replicas between which requests move: --link says how fast"
+        if prompts + decodes != args.replicas:
+            return f"--roles must be --replicas together, {args.replicas}, got {prompts}:{decodes}"
+        if min(args.roles) < (args.routers or 1):
+            return f"--roles: each of {args.routers} --routers needs both, got {prompts}:{decodes}"
     for fault in args.faults or ():
         if fault.replica >= args.replicas:
             last = f"the last of --replicas is {args.replicas - 1}"
@@ -117,20 +124,6 @@ def _faults(text: str) -> tuple[Fault, ...]:
         if replicas.count(replica) > 1:
             raise WorkloadError(f"replica {replica} is given twice")
     return found
-
-
-def _link(text: str) -> Link:
-    """Two times, and `prompts=`, a number of replicas."""
-    latency, *rest = text.split(":")
-    if not rest:
-        raise WorkloadError(f"LATENCY:PER_1000 are two times, got {text!r:.40}")
-    each, *rest = rest
-    values = values_of("a link", rest, ("prompts",))
-    prompts = values.get("prompts", "0")
-    if not (prompts.isascii() and prompts.isdigit() and int(prompts[:10]) < MOST_REPLICAS):
-        raise WorkloadError(f"prompts must be 0 to {MOST_REPLICAS - 1}, got {prompts!r:.40}")
-    seconds = time_of("latency", latency), time_of("time of 1000 tokens", each) / 1000
-    return Link(*seconds, prefills=int(prompts))
 
 
 def _fault(part: str) -> Fault:

@@ -17,7 +17,8 @@ from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import SLO, Request, Tier
 from jaxserve.sched.routing.estimate import first_token
-from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
+from jaxserve.sched.routing.moves import Link
 from jaxserve.sched.routing.random_draws import MODULUS, below, drawn, seeded
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica, Router
 from jaxserve.sched.routing.snapshot import KNOWN, Prices, Snapshot, reset_known
@@ -355,3 +356,26 @@ def test_routers_and_doors_predict_the_same_but_for_a_step(
     prices, steps = Prices.from_cost_model(FLAT), -(-(sum(prompts) + own) // budget)
     # Those of a door have whole tokens, as many in each.
     assert abs(router - door) <= prices.step + steps * prices.token + 1e-9
+
+
+def test_a_role_lasts_until_its_replica_is_forgotten() -> None:
+    fleet, up = Fleet(2), np.array([True, True])
+    assert fleet.taking(up, prompts=True).tolist() == [True, True]
+    fleet.set_role(0, Role.PROMPTS)
+    fleet.set_role(1, Role.DECODES)
+    moves = Router("slo", fleet, link=Link(0.001, 0.0))
+    fleet.grow(1)
+    up = np.array([True, True, True])
+    assert fleet.taking(up, prompts=True).tolist() == [True, False, True]
+    assert fleet.taking(up, prompts=False).tolist() == [False, True, True]
+    up[[0, 2]] = False
+    assert fleet.taking(up, prompts=True).tolist() == [False, True, False], "there is no other"
+    fleet.forget(1)
+    fleet.set_role(2, Role.PROMPTS)
+    up[1:] = True
+    assert fleet.taking(up, prompts=True).tolist() == [False, True, True]
+    for place in range(3):
+        fleet.hear(place, idle_snapshot(FIXED))
+    assert moves.choose(RoutingRequest(99), 0.1) == 0 and fleet.prompts.argmax() == 0
+    assert moves.goes_on_at(0, RoutingRequest(100), 0.2) == 1
+    assert moves.goes_on_at(0, RoutingRequest(100), 0.2, besides=[1]) == 0, "2 is for prompts"

@@ -52,13 +52,14 @@ def test_flags_say_what_is_before_the_replicas() -> None:
 
 def test_a_link_is_between_replicas() -> None:
     args = flags.parser("").parse_args(
-        [*ROUTED, "--routing=slo", "--link=2ms:5s:prompts=2", "--host_tokens=9"]
+        [*ROUTED, "--routing=slo", "--link=2ms:5s", "--roles=2:1", "--host_tokens=9"]
     )
     assert flags.check(args) == ""
-    assert routing(args) == Routing("slo", link=Link(0.002, 0.005, 2))
+    assert routing(args) == Routing("slo", link=Link(0.002, 0.005), roles=(2, 1))
 
 
 SEEN = ["--replicas=2", "--routing=slo"]
+LINKED = [*SEEN, "--link=1ms:1ms", "--host_tokens=9"]
 
 
 @pytest.mark.parametrize(
@@ -67,14 +68,15 @@ SEEN = ["--replicas=2", "--routing=slo"]
         (["--faults=0"], "--faults is for more than one of --replicas"),
         (["--replicas=2", "--link=1ms:1ms"], "--link is for --routing=slo"),
         ([*SEEN, "--link=1ms:1ms"], "--link moves caches from host memory to host memory"),
-        (
-            [*SEEN, "--link=1ms:1ms:prompts=2", "--host_tokens=9"],
-            "--link: prompts must leave a replica to each",
-        ),
+        ([*SEEN, "--roles=1:1"], "--roles is for replicas between which requests move"),
+        ([*LINKED, "--roles=1:2"], "--roles must be --replicas together, 2, got 1:2"),
+        ([*LINKED, "--roles=1:1", "--routers=2"], "each of 2 --routers needs both, got 1:1"),
+        ([*LINKED, "--roles=2:0"], "PROMPTS:DECODES are at least 1 each, got '2:0'"),
+        ([*LINKED, "--roles=3"], "PROMPTS:DECODES are two numbers of replicas, got '3'"),
+        ([*LINKED, "--roles=1:" + 400 * "9"], "PROMPTS:DECODES are two numbers of replicas"),
         ([*SEEN, "--link=1ms"], "LATENCY:PER_1000 are two times, got '1ms'"),
         ([*SEEN, "--link=soon:1ms"], "latency"),
-        ([*SEEN, "--link=1ms:1ms:prompts=" + 400 * "9"], "prompts must be 0 to 16383"),
-        ([*SEEN, "--link=1ms:1ms:decodes=2"], "decodes"),
+        ([*SEEN, "--link=1ms:1ms:1ms"], "time of 1000 tokens: must be a time such as"),
         (["--replicas=99999"], "--replicas: must be at most 16384, got 99999"),
         (["--replicas=2", "--routers=0"], "--routers: must be at least 1, got 0"),
         (

@@ -82,14 +82,18 @@ class ServedApart:
 
 def serve_apart(case: Apart) -> ServedApart:
     """Simulates it."""
-    workload, link = _workload(case), None
+    workload, link, roles = _workload(case), None, None
     if case.way != "together":
-        prefills = 0 if isinstance(case.way, str) else math.ceil(case.way * case.replicas)
-        link = Link(LATENCY, MODELS[MODEL].kv_bytes / BYTES_PER_S, prefills)
+        link = Link(LATENCY, MODELS[MODEL].kv_bytes / BYTES_PER_S)
+    if not isinstance(case.way, str):
+        prompts = math.ceil(case.way * case.replicas)
+        roles = prompts, case.replicas - prompts
     faults: tuple[Fault, ...] = ()
     if case.dead:
         faults = (Fault(0, float(workload.arrival[len(workload) // 3])),)
-    routing = Routing("slo", interval=0.5, age=0.1, loss=0.05, faults=faults, link=link)
+    routing = Routing(
+        "slo", interval=0.5, age=0.1, loss=0.05, faults=faults, link=link, roles=roles
+    )
     place = system(f"{MODEL}@{DEVICE}")
     requests = simulate(
         "sarathi",
