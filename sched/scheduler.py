@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -260,17 +260,31 @@ class Scheduler:
             full = int(self.table.computed[row]) // self.pool.block_size
             self._register(row, first, full, launched=True)
 
-    def pages(self, row: int) -> tuple[list[tuple[bytes, int]], Save | None]:
-        """The row's full blocks of K and V that are computed, in order, if there is host memory for
-        such pages: their keys, each with a key there; and how to save those that are not there."""
+    def pages(
+        self, row: int, sent: Collection[bytes] = (), most: float = math.inf
+    ) -> tuple[list[tuple[bytes, int]], Save | None]:
+        """The row's full blocks of K and V that are computed, if there is host memory for such
+        pages.
+
+        Args:
+            row: The row.
+            sent: Keys of those that somebody has already, which are left out.
+            most: Most pages, with those.
+
+        Returns:
+            Their keys, in order, each with a key in host memory; and how to save those that are not
+            there.
+        """
         cache, found, ids = self.cache, list[tuple[bytes, int]](), list[int]()
         if cache is None or cache.host is None or self.groups is not None:
             return found, None
         new: list[int] = []
         for index in range(int(self.table.computed[row]) // self.pool.block_size):
             page = cache.page(row, index)
-            if page is None or not page.is_known:
+            if page is None or not page.is_known or len(sent) + len(found) >= most:
                 break
+            if page.key in sent:
+                continue
             if page.host is None:
                 new.append(self.host.new_key())
                 ids += page.ids

@@ -10,7 +10,7 @@ docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the c
 # Annotations are not postponed: Ray Serve reads the one of `app` to parse its arguments.
 import functools
 import os
-import time
+import threading
 from collections import defaultdict
 from typing import Any
 
@@ -33,7 +33,7 @@ from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.roster import Roster
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
-from jaxserve.deploy.transport import Pages, Transport
+from jaxserve.deploy.transport import Handle, Pages, Transport
 from jaxserve.engine.block_keys import SECRET_BYTES
 
 GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
@@ -100,21 +100,20 @@ class ObjectStore(Transport):
     """Through Ray's object store: on one node both read the same memory, and only a reference goes
     through the ingress."""
 
-    def __init__(self) -> None:
-        self._held: list[tuple[float, Any]] = []
-
-    def put(self, pages: Pages) -> Any:
-        """See `Transport`. Lost with this process, or some seconds later: Ray Serve passes
-        references on without Ray's knowledge, so somebody has to hold them."""
-        now, reference = time.monotonic(), ray.put(dict(pages))
-        self._held = [(when, one) for when, one in self._held if now - when < _HELD_S]
-        self._held.append((now, reference))
+    def put(self, pages: Pages) -> Handle:
+        """See `Transport`. Lost with this process, or after _HELD_S: Ray Serve passes references on
+        without Ray's knowledge, so somebody has to hold them."""
+        reference = ray.put(dict(pages))
+        held = threading.Timer(_HELD_S, lambda _: None, [reference])
+        held.daemon = True
+        held.start()
         return [reference]  # Ray leaves those in lists alone
 
-    def get(self, handle: Any) -> Pages:
-        """See `Transport`. Copies them, since arrays in the store would keep their room there."""
+    def get(self, handle: Handle) -> Pages:
+        """See `Transport`. Nothing is copied on the node that has them."""
         (reference,) = handle
-        return super().get(ray.get(reference, timeout=_GET_S))
+        found: Pages = ray.get(reference, timeout=_GET_S)
+        return found
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -32,7 +32,7 @@ from jaxserve.deploy.response_kind import (
     http_response_kind,
 )
 from jaxserve.deploy.roster import Roster
-from jaxserve.deploy.transport import Pages, Transport
+from jaxserve.deploy.transport import Handle, Pages, Transport
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 LEAVE_S = 2.0
 """Seconds that the answers of a replica that is to go may still take."""
 _EXPORT_S, _MOST_BYTES = 1.5, 256 << 20  # for all answers; of one answer's cache
+_LARGE = 1 << 16  # bytes of a record that takes milliseconds to read
 _BROKEN_OFF = (CallOutcome.ENGINE_FAILED, CallOutcome.SHUTTING_DOWN)
 
 
@@ -126,7 +127,7 @@ class EngineReplica:
         *,
         routing_request: RoutingRequest,
         avoid: Sequence[str] = (),
-        pages: Any = None,
+        pages: Handle | None = None,
     ) -> Parts:
         """Yields the response to an HTTP call, as ASGI messages, and marks.
 
@@ -137,13 +138,13 @@ class EngineReplica:
             answer that nobody resumes, to a call that comes now.
             routing_request: for the router only.
             avoid: for the router only.
-            pages: what another replica has cached of the answer, as `Cache.pages`.
+            pages: what another replica has cached of the answer, as in `Cache.pages`.
 
         Raises:
             Unserved: the replica takes no more requests, and has failed to answer this one; what is
             not yielded was not answered.
         """
-        passage = self._passage(resume, await self._come(pages))
+        passage = await self._come(resume, pages)
         state = {} if passage is None else {ARRIVED: passage.began}
         parts = call_asgi(self._app, {**scope, "state": state}, body, passage)
         served = self._served(parts, http_response_kind, passage)
@@ -161,7 +162,7 @@ class EngineReplica:
         *,
         routing_request: RoutingRequest,
         avoid: Sequence[str] = (),
-        pages: Any = None,
+        pages: Handle | None = None,
     ) -> Parts:
         """Yields the response to an RPC of jaxserve.v1.Generation, as `call_grpc` does.
 
@@ -173,28 +174,35 @@ class EngineReplica:
             resume: see `http`.
             routing_request: for the router only.
             avoid: for the router only.
-            pages: what another replica has cached of the answer, as `Cache.pages`.
+            pages: what another replica has cached of the answer, as in `Cache.pages`.
 
         Raises:
             Unserved: see `http`.
         """
-        passage = self._passage(resume, await self._come(pages))
+        passage = await self._come(resume, pages)
         parts = call_grpc(self._handler, method, message, metadata, peer, passage)
         served = self._served(parts, grpc_response_kind, passage)
         async with contextlib.aclosing(served) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def _come(self, handle: Any) -> Pages:
-        return {} if handle is None else await asyncio.to_thread(self._get, handle)
+    async def _come(self, resume: bytes, handle: Handle | None) -> Passage | None:
+        """See `_passage`; off the event loop where it may take long."""
+        if handle is None and len(resume) <= _LARGE:
+            return self._passage(resume)
+        return await asyncio.to_thread(lambda: self._passage(resume, self._get(handle)))
 
-    def _get(self, handle: Any) -> Pages:
+    def _get(self, handle: Handle | None) -> Pages:
         """What another replica has put; empty if it cannot be had, and is computed again."""
+        if not handle:
+            return {}
         try:
             return self._transport.get(handle)
         except Exception as error:
             log.warning("what is cached of an answer has not come: %r", error)
             return {}
+        finally:
+            handle.clear()
 
     def _passage(self, resume: bytes, pages: Pages | None = None) -> Passage | None:
         """Raises Unserved if another replica has to resume the answer."""
@@ -245,20 +253,19 @@ class EngineReplica:
             pages = await asyncio.to_thread(self._put, passage, due) if passage.tokens else None
             passage.leave(pages)
 
-    def _put(self, passage: Passage, due: float) -> Any:
-        """Puts what is cached of an answer, if it can be had by then and is not too large. Its
-        requests go on meanwhile. Returns `Cache.pages`; None if they cannot be put: then they are
-        computed again."""
-        pages: dict[bytes, np.ndarray] = {}
+    def _put(self, passage: Passage, due: float) -> Handle | None:
+        """Puts what is cached of an answer, up to _MOST_BYTES, if it can be had by then. Its
+        requests go on meanwhile. None if nothing can be put: then it is computed again."""
+        pages, room = dict[bytes, np.ndarray](), _MOST_BYTES
         requests = () if passage.call is None else passage.call.requests
         try:
             for request in requests:
                 left = due - time.monotonic()
                 if left > 0:
                     with contextlib.suppress(TimeoutError, EngineStopped):
-                        pages |= self._engine.export(request.id, left)
-            size = sum(page.nbytes for page in pages.values())
-            return self._transport.put(pages) if 0 < size <= _MOST_BYTES else None
+                        pages |= self._engine.export(request.id, left, room)
+                room = _MOST_BYTES - sum(page.nbytes for page in pages.values())
+            return self._transport.put(pages) if pages else None
         except Exception as error:
             log.warning("what is cached of an answer stays: %r", error)
             return None

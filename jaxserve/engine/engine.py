@@ -78,9 +78,10 @@ class _ToolCalls:
 
 @dataclasses.dataclass(frozen=True)
 class _Export:
-    """Asks for a request's cached blocks. done: completed or failed afterwards."""
+    """See `Engine.export`. done: completed or failed afterwards."""
 
     request_id: str
+    most_bytes: int
     done: Future[dict[bytes, Saved]]
 
 
@@ -462,7 +463,7 @@ class Engine:
             self._inbox.append(_Command.RESET_PREFIX_CACHE)
             self._wake.notify()
 
-    def export(self, request_id: str, seconds: float) -> dict[bytes, np.ndarray]:
+    def export(self, request_id: str, seconds: float, most_bytes: int) -> dict[bytes, np.ndarray]:
         """The full blocks of K and V that a running request has computed, by the keys of their
         tokens, for `Request.pages` of another engine with the same system fingerprint and secret.
         The request goes on meanwhile. Waits for the copies, on the calling thread.
@@ -470,6 +471,7 @@ class Engine:
         Args:
             request_id: the request.
             seconds: how long to wait.
+            most_bytes: of the blocks; the first ones that are no more.
 
         Returns:
             Empty without a prefix cache with host memory, or with several hosts.
@@ -479,16 +481,16 @@ class Engine:
             EngineStopped: the engine has ended.
         """
         due = self._clock() + seconds
-        sent = self.exporting(request_id).result(seconds)
+        sent = self.exporting(request_id, most_bytes).result(seconds)
         return {key: one.wait(due - self._clock()) for key, one in sent.items()}
 
-    def exporting(self, request_id: str) -> Future[dict[bytes, Saved]]:
+    def exporting(self, request_id: str, most_bytes: int) -> Future[dict[bytes, Saved]]:
         """Begins to `export`. Raises EngineStopped."""
         done: Future[dict[bytes, Saved]] = Future()
         with self._wake:
             if self._failure is not None or self._thread is None or self._stop:
                 raise EngineStopped("the engine has ended")
-            self._inbox.append(_Export(request_id, done))
+            self._inbox.append(_Export(request_id, most_bytes, done))
             self._wake.notify()
         return done
 
@@ -742,7 +744,7 @@ class Engine:
         """Exports a request's cache. A failure is only whoever asks for it to know, as for
         `_fill`."""
         try:
-            sent = self._step_loop.export(command.request_id)
+            sent = self._step_loop.export(command.request_id, command.most_bytes)
         except BaseException as error:
             command.done.set_exception(error)
             if not isinstance(error, Exception) or not self.executor.intact:

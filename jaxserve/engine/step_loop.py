@@ -280,11 +280,12 @@ class StepLoop:
             except BaseException as error:
                 self._fail(continuation, error)
 
-    def export(self, request_id: str) -> dict[bytes, Saved]:
-        """The request's cached blocks by key, on their way to host memory."""
+    def export(self, request_id: str, most_bytes: int) -> dict[bytes, Saved]:
+        """The request's cached blocks by key, on their way to host memory; at most so many."""
         sent: dict[bytes, Saved] = {}
         for one in self._by_id.get(request_id, ()) if self._executor.sends else ():
-            pages, save = self._scheduler.pages(one.row)
+            most = most_bytes // self._executor.page_bytes
+            pages, save = self._scheduler.pages(one.row, sent, most)
             try:
                 if save is not None:
                     self._executor.save(save.keys, save.counts, save.slots)
@@ -299,8 +300,7 @@ class StepLoop:
         executor = self._executor
         if pages and executor.sends:
             fitting = {key: page for key, page in pages.items() if executor.fits(page)}
-            for key, contents in self._scheduler.adopt(row, fitting):
-                executor.keep(key, contents)
+            executor.keep(dict(self._scheduler.adopt(row, fitting)))
 
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         """See `ProgramTable.note_tools`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,7 +29,14 @@ from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.server.moves import passage as passage_module
 from jaxserve.server.moves import resume_point
 from jaxserve.server.moves.passage import Passage
-from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint, unmarked
+from jaxserve.server.moves.resume_point import (
+    Answered,
+    Begun,
+    Cache,
+    Passed,
+    ResumePoint,
+    unmarked,
+)
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.call_outcome import CallRecord
 from tests.deploy.engine import Engine
@@ -521,7 +530,7 @@ def test_a_replica_that_is_to_go_leaves_its_answers_with_what_it_has_cached(
     (point,), (_, pages) = fleets[0].points[1:], fleets[0].pages
     assert point.why == "drained" and point.outputs and len(first.cancelled) == 1
     (request,) = second.requests
-    assert [*request.pages] == [*pages] == [b"k" * 16]
+    assert [*request.pages] == [b"k" * 16] and pages == [], "nobody keeps it any longer"
     assert (request.pages[b"k" * 16] == np.arange(8.0)).all()
 
 
@@ -547,22 +556,78 @@ def test_a_cache_that_is_too_large_or_late_stays(monkeypatch: pytest.MonkeyPatch
     assert served(call, [engine, other]) == []
 
 
+def test_only_as_much_is_put_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first blocks; the rest is computed."""
+    monkeypatch.setattr(replica_module, "_MOST_BYTES", 150)
+    engine, other = Paced().run(), Paced().run()
+    engine.cache = {bytes([key]) * 16: np.full(8, float(key)) for key in range(3)}
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        left = False
+        body = {"prompt": "Hi", "max_tokens": 100, "stream": True}
+        async for _ in Fleet(replicas).http("/v1/completions", body).pieces():
+            if not left:
+                left = True
+                await replicas[0].leave()
+        yield []
+
+    assert served(call, [engine, other]) == []
+    assert [*other.requests[0].pages] == [bytes([0]) * 16, bytes([1]) * 16]
+
+
+def test_what_was_put_is_held_until_somebody_goes_on() -> None:
+    """By nobody who passes the answer on afterwards, but for as long as others may have to."""
+    answered, handle = Answered(point()), ["somewhere"]
+    answered.take([Begun(FINGERPRINT, "r0")])
+    answered.take([Cache(handle)])
+    assert answered.left and answered.pages is handle == ["somewhere"]
+    answered.take([Begun(FINGERPRINT, "r1")])
+    assert not answered.left and answered.pages is None and handle == []
+
+
+def test_the_object_store_is_rid_of_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though no other answer leaves."""
+    from jaxserve.deploy import ray as on_ray
+
+    class Reference:
+        pass
+
+    gone: list[weakref.ref[Reference]] = []
+
+    def put(pages: Any) -> Reference:
+        made = Reference()
+        gone.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(on_ray.ray, "put", put)
+    monkeypatch.setattr(on_ray, "_HELD_S", 0.1)
+    known = set(threading.enumerate())
+    handle = on_ray.ObjectStore().put({})
+    (timer,) = set(threading.enumerate()) - known
+    handle.clear()
+    assert gone[0]() is not None, "Ray does not know who has it"
+    timer.join(60)
+    del timer
+    gc.collect()
+    assert gone[0]() is None
+
+
 def test_a_cache_that_does_not_come_is_computed_again() -> None:
     class Lost(Transport):
         def get(self, handle: Any) -> Any:
             raise ConnectionError("its owner has died")
 
-    engine = Paced().run()
+    engine, pages = Paced().run(), ["gone"]
 
     def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
         replicas[0]._transport = Lost()
         scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
         body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
         resume = point().model_dump_json().encode()
-        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=["gone"])
+        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=pages)
 
     assert b'"text":" w3"' in b"".join(part["body"] for part in unmarked(served(call, [engine])))
-    assert not engine.requests[0].pages and engine.requests[0].generated
+    assert not engine.requests[0].pages and engine.requests[0].generated and not pages
 
 
 def test_a_cache_that_cannot_be_put_keeps_no_answer() -> None:
@@ -627,7 +692,7 @@ def test_what_has_come_along_is_not_kept_for_as_long_as_the_answer_takes() -> No
         scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
         body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
         resume = point().model_dump_json().encode()
-        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=sent)
+        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=[sent])
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         served(call, [engine])

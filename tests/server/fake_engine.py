@@ -199,8 +199,10 @@ class FakeEngine:
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         self.tools.append((request_id, dict(tools)))
 
-    def export(self, request_id: str, seconds: float) -> dict[bytes, np.ndarray]:
-        return dict(self.cache)
+    def export(self, request_id: str, seconds: float, most_bytes: int) -> dict[bytes, np.ndarray]:
+        first = itertools.accumulate(page.nbytes for page in self.cache.values())
+        fits = [size <= most_bytes for size in first]
+        return dict(itertools.compress(self.cache.items(), fits))
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -91,8 +91,7 @@ class Mover:
             slots: int32 [sum(counts), 2], (block, slot): those of keys[0] first.
         """
         for key, count in zip(keys, counts, strict=True):
-            mine = local_shape(self._staging, staging_shape(pool, count))
-            self._host.allocate(key, mine, pool.dtype)
+            self._host.allocate(key, self.shape(pool, count), pool.dtype)
         first, ends = 0, [*itertools.accumulate(counts)]
         for piece, count in _pieces(slots):
             self._host.make_room(len(piece))
@@ -134,14 +133,13 @@ class Mover:
         """See `HostCopies.saved`."""
         return self._host.saved(key)
 
-    def fits(self, pool: Pool, contents: np.ndarray, slots: int) -> bool:
-        """Whether an array of another engine is as this one saves so many slots of the pool."""
-        mine = local_shape(self._staging, staging_shape(pool, slots))
-        return contents.shape == tuple(mine) and contents.dtype == pool.dtype
+    def shape(self, pool: Pool, slots: int) -> tuple[int, ...]:
+        """The shape in which so many slots of the pool are saved here."""
+        return local_shape(self._staging, staging_shape(pool, slots))
 
-    def keep(self, key: int, contents: np.ndarray) -> None:
-        """Keeps slots that another engine has saved, for `load`."""
-        self._host.keep(key, contents)
+    def keep(self, pages: Mapping[int, np.ndarray]) -> None:
+        """Keeps slots that another engine has saved, by key, for `load`."""
+        self._host.keep(pages)
 
     def discard(self, keys: Sequence[int]) -> None:
         """Frees the tokens saved under these keys."""

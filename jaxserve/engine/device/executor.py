@@ -7,8 +7,9 @@ are plain data, NumPy arrays and numbers, so that they can be sent to executors 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -161,6 +162,11 @@ class Executor(Protocol):
         """Whether what is saved can be sent to other engines: `saved` and `keep`."""
         ...
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a saved block of K and V."""
+        ...
+
     def saved(self, key: int) -> Saved:
         """The tokens saved under a key, for `keep` of another engine's executor."""
         ...
@@ -169,8 +175,9 @@ class Executor(Protocol):
         """Whether an array of another engine has shape and dtype of a saved block of K and V."""
         ...
 
-    def keep(self, key: int, contents: np.ndarray) -> None:
-        """Keeps tokens that another engine has saved, for `load`."""
+    def keep(self, pages: Mapping[int, np.ndarray]) -> None:
+        """Keeps tokens that another engine has saved, by key, for `load`. Their arrays must not
+        change; they are copied only if they stay for long."""
         ...
 
     def put_adapter(self, slot: int, first: int, adapter: Layers) -> None:
@@ -482,17 +489,26 @@ class JaxExecutor:
         """See `Executor`."""
         return self._mover is not None
 
+    @property
+    def page_bytes(self) -> int:
+        """See `Executor`."""
+        return math.prod(self._page_shape) * self.pool.dtype.itemsize
+
+    @property
+    def _page_shape(self) -> tuple[int, ...]:
+        return self._moving().shape(self.pool, 2 * self.pool.shape[3])
+
     def saved(self, key: int) -> Saved:
         """See `Executor`."""
         return self._moving().saved(key)
 
     def fits(self, page: np.ndarray) -> bool:
         """See `Executor`."""
-        return self._moving().fits(self.pool, page, 2 * self.pool.shape[3])
+        return page.shape == self._page_shape and page.dtype == self.pool.dtype
 
-    def keep(self, key: int, contents: np.ndarray) -> None:
+    def keep(self, pages: Mapping[int, np.ndarray]) -> None:
         """See `Executor`."""
-        self._moving().keep(key, contents)
+        self._moving().keep(pages)
 
     def close(self) -> None:
         """See `Executor`."""

@@ -7,16 +7,22 @@ thread continues, and waits only for copies that it needs back.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxserve.engine.device.device_arrays import local_part
+
+OWN_S = 1.0
+"""Seconds for which arrays of other engines may stay where they are."""
 
 
 class Saved(NamedTuple):
@@ -34,6 +40,14 @@ class Saved(NamedTuple):
         return self.array
 
 
+@dataclass
+class _Kept:
+    """An array under a key, and the copies to it."""
+
+    array: np.ndarray
+    copied: list[Future[None]] = field(default_factory=list)
+
+
 class HostCopies:
     """Saved arrays [slots, ...] by key; with several hosts, each keeps its own part. Called from
     one thread. `make_room` raises the error of a failed copy once, and so does `get_copy` of its
@@ -41,8 +55,7 @@ class HostCopies:
 
     def __init__(self, room: int) -> None:
         self._room, self._staged = room, 0
-        self._kept: dict[int, np.ndarray] = {}
-        self._copied: dict[int, list[Future[None]]] = {}  # the copies to each array
+        self._kept: dict[int, _Kept] = {}
         self._under_way: deque[tuple[Future[None], int]] = deque()  # with their slots
         self._thread = ThreadPoolExecutor(1, "jaxserve-copies")
 
@@ -53,7 +66,7 @@ class HostCopies:
 
     def allocate(self, key: int, shape: Sequence[int], dtype: Any) -> None:
         """Allocates the memory for `key`."""
-        self._kept[key], self._copied[key] = np.empty(shape, dtype), []
+        self._kept[key] = _Kept(np.empty(shape, dtype))
 
     def make_room(self, slots: int) -> None:
         """Waits, if necessary, until this many more slots may be staged. Raises the first error of
@@ -71,38 +84,53 @@ class HostCopies:
         """Starts to copy staged [m, ...]. parts: (key, first, end), one after the other, each for
         the slots [first, end) of its key. m may exceed the room."""
         parts = list(parts)
-        targets = [self._kept[key][first:end] for key, first, end in parts]
+        targets = [self._kept[key].array[first:end] for key, first, end in parts]
         copied = self._thread.submit(_copy, [staged], targets)
         self._under_way.append((copied, len(staged)))
         self._staged += len(staged)
         for key, _, _ in parts:
-            self._copied[key].append(copied)
+            self._kept[key].copied.append(copied)
 
     def get_copy(self, key: int) -> np.ndarray:
         """The array saved under `key`, read-only. Waits only for its own copies, and raises the
         error of a failed one, since the rest of that cache is useless."""
-        for copied in self._copied[key]:
+        kept = self._kept[key]
+        for copied in kept.copied:
             copied.result()
-        return self._kept[key]
+        return kept.array
 
-    def keep(self, key: int, contents: np.ndarray) -> None:
-        """Keeps an array that another engine has saved."""
-        self._kept[key], self._copied[key] = contents, []
+    def keep(self, pages: Mapping[int, np.ndarray]) -> None:
+        """Keeps arrays, by key, that another engine has saved and does not change. They may be in
+        memory that is not ours, so those that are not discarded within OWN_S are copied. Most are
+        loaded at once, and a copy before would be what their reader waits for."""
+        new = {key: _Kept(array) for key, array in pages.items()}
+        self._kept |= new
+        if new:
+            later = threading.Timer(OWN_S, _own, [[weakref.ref(one) for one in new.values()]])
+            later.daemon = True
+            later.start()
 
     def saved(self, key: int) -> Saved:
         """The array saved under `key`, which stays whole if the key is discarded."""
-        return Saved(self._kept[key], tuple(self._copied[key]))
+        kept = self._kept[key]
+        return Saved(kept.array, tuple(kept.copied))
 
     def discard(self, keys: Iterable[int]) -> None:
         """Frees the arrays saved under the keys. Unknown keys are ignored, since a step that failed
         may have saved nothing. An unfinished copy writes to memory that is freed after it."""
         for key in keys:
             self._kept.pop(key, None)
-            self._copied.pop(key, None)
 
     def close(self) -> None:
         """Ends the thread after its present copy. Idempotent."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def _own(kept: Sequence[weakref.ref[_Kept]]) -> None:
+    """Copies those arrays that are still kept to memory of our own."""
+    for one in kept:
+        if (there := one()) is not None:
+            there.array = there.array.copy()
 
 
 def _copy(staged: list[jax.Array], targets: list[np.ndarray]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,7 +130,7 @@ class LeaderExecutor:
         with self._telling(Calls.DISCARD, keys=[int(key) for key in keys]):
             self._local.discard(keys)
 
-    sends = False  # each host has its own part
+    sends, page_bytes = False, 0  # each host has its own part
 
     def saved(self, key: int) -> Saved:
         """See `Executor`. Never called."""
@@ -140,7 +140,7 @@ class LeaderExecutor:
         """See `Executor`."""
         return False
 
-    def keep(self, key: int, contents: np.ndarray) -> None:
+    def keep(self, pages: Mapping[int, np.ndarray]) -> None:
         """See `Executor`. Never called."""
         raise RuntimeError("caches are not sent to several hosts")
 

@@ -153,7 +153,7 @@ class Passage:
         self._values += values(passed)
         self.tell(passed)
 
-    def leave(self, pages: Any) -> None:
+    def leave(self, pages: list[Any] | None) -> None:
         """Leaves the answer to other replicas, with what is cached of it here. It stays if there is
         more than is kept for them. pages: as `Cache.pages`."""
         if self.begun and not self.left and self._values <= MOST_VALUES:

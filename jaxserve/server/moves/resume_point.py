@@ -56,9 +56,9 @@ class Passed(NamedTuple):
 
 class Cache(NamedTuple):
     """The replica leaves the answer here. pages: by which others get what it has cached of the
-    answer (`deploy/transport.py`); None for nothing."""
+    answer (`deploy.transport.Handle`); None for nothing."""
 
-    pages: Any
+    pages: list[Any] | None
 
 
 Mark = Begun | Passed | Cache
@@ -136,7 +136,8 @@ class Answered:
 
     def __init__(self, point: ResumePoint) -> None:
         self.begun, self.point, self.replica = False, point, ""
-        self.left, self.pages = False, None
+        self.left = False
+        self.pages: list[Any] | None = None
         self._outputs: dict[int, Progress] = {}
         self._values = 0
 
@@ -151,7 +152,10 @@ class Answered:
         for part in piece:
             if isinstance(part, Begun):
                 self.begun, self.replica = True, part.replica
-                self.left, self.pages = False, None
+                self.left = False
+                if self.pages is not None:
+                    self.pages.clear()  # see `deploy.transport.Handle`
+                self.pages = None
                 self.point.fingerprint = part.fingerprint
             elif isinstance(part, Passed):
                 self._add(part)

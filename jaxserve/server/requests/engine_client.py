@@ -105,7 +105,7 @@ class EngineClient(Protocol):
         """The work that was waiting at the last step, with the step's time by `time.monotonic`.
         Predicted waits and routers' snapshots are computed from it."""
 
-    def export(self, request_id: str, seconds: float) -> dict[bytes, np.ndarray]:
+    def export(self, request_id: str, seconds: float, most_bytes: int) -> dict[bytes, np.ndarray]:
         """What is cached of a running request, for `Request.pages` of another engine. Waits up to
         so many seconds. Raises TimeoutError and EngineStopped."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -134,6 +135,39 @@ def test_pieces_have_parts_of_all(counts: list[int], piece: int) -> None:
     assert found == [(key, slot) for key in keys for slot in range(counts[key])]
 
 
+def test_arrays_of_others_are_copied_only_if_they_stay(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is loaded at once is read where it lies; its room is free as soon as it is discarded."""
+    timers: list[threading.Timer] = []
+
+    class Noted(threading.Timer):
+        def start(self) -> None:
+            timers.append(self)
+
+    monkeypatch.setattr(threading, "Timer", Noted)
+    pool, target = filled(), places(1600, SIZE)
+    theirs = [contents(pool, places(SIZE * key, SIZE)).copy() for key in range(3)]
+    expected = contents(pool, places(SIZE, SIZE))
+    gone = weakref.ref(theirs[0])
+    for each in theirs:
+        each.flags.writeable = False
+    mover.keep(dict(enumerate(theirs)))
+    mover.keep({})
+    assert len(timers) == 1 and timers[0].interval == host_copies.OWN_S and timers[0].daemon
+    for key, each in enumerate(theirs):
+        assert mover.saved(key).array is each
+    mover.discard([0])
+    del each, theirs[0]
+    assert gone() is None
+    timers[0].function(*timers[0].args)
+    kept = mover.saved(1).array
+    assert kept is not theirs[0] and kept.flags.owndata and not mover.saved(2).copied
+    pool = mover.load(pool, [1], [SIZE], target)
+    np.testing.assert_array_equal(contents(pool, target), expected)
+    assert mover._host.keys == (1, 2)
+
+
 def test_slots_are_copied_between_blocks(mover: Mover) -> None:
     pool, count = filled(), LARGEST + 5
     source, target = places(0, count), places(1600, count)[::-1]
@@ -217,7 +251,7 @@ def test_a_load_waits_for_its_own_copies_alone(
 
     waiting = threading.Thread(target=load)
     waiting.start()
-    assert not mover._host._copied[2][-1].done() and not loaded
+    assert not mover.saved(2).copied[-1].done() and not loaded
     gate.set()
     waiting.join(TIMEOUT)
     np.testing.assert_array_equal(loaded, [second])
@@ -248,7 +282,7 @@ def test_what_a_copy_raises_is_raised_by_the_next_call(
     for key in (1, 2, 3):
         mover.save(filled(), [key], [3], places(0, 3))
     gate.set()
-    mover._host._copied[3][-1].exception(TIMEOUT)
+    mover.saved(3).copied[-1].exception(TIMEOUT)
     with pytest.raises(MemoryError, match="the host is full"):
         mover.check()
     mover.check()  # one error for all that failed meanwhile: a step each would end the engine

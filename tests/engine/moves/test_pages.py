@@ -44,7 +44,7 @@ def halfway(on: Engine, request: Request, tokens: int) -> tuple[Generated, dict[
     stream.on_output = on_output
     on.submit(request, stream)
     gate.reached()
-    done = on.exporting(request.id)
+    done = on.exporting(request.id, 1 << 30)
     gate.open()
     pages = {key: one.wait(60) for key, one in done.result(60).items()}
     stream.wait()
@@ -87,9 +87,39 @@ def test_it_finds_what_has_come_along(two: tuple[Engine, Engine]) -> None:
     assert resumed("of another tenant", tenant="else", pages=pages)[1] == 0
 
 
+def test_no_more_is_copied_than_may_be_sent(
+    two: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what continuations share only once."""
+    here, _ = two
+    wait_until_idle(here)
+    here.reset_prefix_cache()
+    gate, stream, saved = Gate(), Stream(left=2), list[int]()
+    save = here.executor.save
+
+    def noted(keys: Any, *given: Any) -> None:
+        saved.extend(keys)
+        save(keys, *given)
+
+    monkeypatch.setattr(here.executor, "save", noted)
+    stream.on_output = gate
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True, n=2)
+    here.submit(Request("bounded", PROMPT, sampling), stream)
+    gate.reached()
+    page = here.executor.page_bytes
+    asked = [here.exporting("bounded", room) for room in (0, page - 1, 3 * page, 1 << 30)]
+    gate.open()
+    sent = [done.result(60) for done in asked]
+    sizes = [sum(one.wait(60).nbytes for one in each.values()) for each in sent]
+    assert sizes[:3] == [0, 0, 3 * page] and len(sent[3]) == len(PROMPT) // 4
+    assert len(saved) == 3 + len(sent[3])
+    assert list(sent[3])[:3] == list(sent[2])
+    stream.wait()
+
+
 def test_nothing_is_sent_of_what_is_not_there(two: tuple[Engine, Engine]) -> None:
     here, _ = two
-    assert here.export("nobody", 60) == {}
+    assert here.export("nobody", 60, 1 << 30) == {}
 
 
 def test_what_does_not_fit_into_host_memory_is_computed(shapes: dict[str, Path]) -> None:
@@ -99,7 +129,7 @@ def test_what_does_not_fit_into_host_memory_is_computed(shapes: dict[str, Path])
         sampling = SamplingParams(max_tokens=8, ignore_eos=True)
         pages = {b"x" * 16: np.zeros((8, 2, 4, 8), np.float32)}
         small.submit(Request("a", PROMPT, sampling, pages=pages), stream)
-        assert len(stream.wait().tokens()) == 8 and small.export("a", 60) == {}
+        assert len(stream.wait().tokens()) == 8 and small.export("a", 60, 1 << 30) == {}
 
 
 def test_what_does_not_fit_is_gone_while_the_request_runs(two: tuple[Engine, Engine]) -> None:
@@ -137,7 +167,7 @@ def test_a_copy_that_fails_is_only_whoever_asked_for_it_to_know(
 
     with monkeypatch.context() as patch:
         patch.setattr(here.executor, "save", failing)
-        done = here.exporting("failing")
+        done = here.exporting("failing", 1 << 30)
         gate.open()
         with pytest.raises(MemoryError, match="no host memory"):
             done.result(60)
