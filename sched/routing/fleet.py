@@ -12,7 +12,13 @@ import numpy as np
 from jaxserve.sched.cache.prefix_sketch import marks_of
 from jaxserve.sched.request import Request
 from jaxserve.sched.routing.known_prefixes import MOST_SENT, KnownPrefixes
-from jaxserve.sched.routing.snapshot import KNOWN, Snapshot, add_request, reset_known
+from jaxserve.sched.routing.snapshot import (
+    KNOWN,
+    Snapshot,
+    add_request,
+    remove_request,
+    reset_known,
+)
 
 
 class Role(IntEnum):
@@ -101,6 +107,11 @@ def _nothing_sent(count: int) -> list[deque[tuple[float, RoutingRequest, float]]
     return [deque(maxlen=MOST_SENT) for _ in range(count)]
 
 
+def _nothing_left(count: int) -> list[deque[tuple[float, RoutingRequest, bool]]]:
+    """For each of that many replicas: when, what, and whether it decoded."""
+    return [deque(maxlen=MOST_SENT) for _ in range(count)]
+
+
 class Fleet:
     """What a router knows of replicas 0 to count - 1. Nothing is known initially, and they count as
     down until they are found or a snapshot comes.
@@ -110,14 +121,17 @@ class Fleet:
         prefixes: Prefixes of each replica; None if not used.
         roles: `Role` of each replica, int8 [replicas].
         prompts: Seconds of prompts that each has got lately, float64 [replicas], as `Moves` counts.
+        left: When a request last left each because it was behind, seconds, float64 [replicas].
     """
 
     def __init__(self, count: int) -> None:
         self._known = _nothing_known(count)
         self.columns = _columns(self._known)
         self._sent = _nothing_sent(count)
+        self._left: list[deque[tuple[float, RoutingRequest, bool]]] = _nothing_left(count)
         self.prefixes: KnownPrefixes | None = None
         self.roles, self.prompts = np.zeros(count, np.int8), np.zeros(count)
+        self.left = np.full(count, -np.inf)
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -154,8 +168,10 @@ class Fleet:
         self._known = np.concatenate([self._known, _nothing_known(count)], axis=1)
         self.columns = _columns(self._known)
         self._sent += _nothing_sent(count)
+        self._left += _nothing_left(count)
         self.roles = np.concatenate([self.roles, np.zeros(count, np.int8)])
         self.prompts = np.concatenate([self.prompts, np.zeros(count)])
+        self.left = np.concatenate([self.left, np.full(count, -np.inf)])
         if self.prefixes is not None:
             self.prefixes.grow(count)
 
@@ -163,7 +179,9 @@ class Fleet:
         """Forgets a replica that is gone; its number is free for another one."""
         self._known[:, replica] = _nothing_known(1)[:, 0]
         self._sent[replica].clear()
+        self._left[replica].clear()
         self.roles[replica], self.prompts[replica] = Role.ANY, 0.0
+        self.left[replica] = -np.inf
         if self.prefixes is not None:
             self.prefixes.forget(replica)
 
@@ -192,7 +210,7 @@ class Fleet:
     def hear(self, replica: int, snapshot: Snapshot) -> None:
         """Takes a snapshot, which also shows that the replica is up. One older than the last is
         ignored."""
-        known = self._row(replica)
+        known = self.row(replica)
         if snapshot.time < known.time:
             return
         sent = self._sent[replica]
@@ -201,6 +219,11 @@ class Fleet:
         reset_known(known, snapshot)
         for time, ask, found in sent:
             add_request(known, ask, found, time)
+        left = self._left[replica]
+        while left and left[0][0] <= snapshot.time:
+            left.popleft()
+        for _, ask, begun in left:
+            remove_request(known, ask, begun)
         if self.prefixes is not None:
             since = [ask.marks for _, ask, _ in sent]
             self.prefixes.hear(replica, snapshot.sketch, since)
@@ -216,19 +239,36 @@ class Fleet:
             now: Seconds, on the snapshots' clock.
             moves: Whether its cache comes along.
         """
-        known, found = self._row(replica), float(ask.prompt_len if moves else 0.0)
+        known, found = self.row(replica), float(ask.prompt_len if moves else 0.0)
         if self.prefixes is not None and not moves:
             found = self.prefixes.send(replica, ask.marks, ask.hint, now) * known.block_size
         self._sent[replica].append((now, ask, found))
         add_request(known, ask, found, now)
         self._known[:, replica] = [*vars(known).values()]
 
+    def leave(self, replica: int, ask: RoutingRequest, now: float, *, begun: bool) -> None:
+        """Notes that a request which its last snapshot counts goes on elsewhere.
+
+        Args:
+            replica: The replica.
+            ask: The request.
+            now: Seconds, on the snapshots' clock.
+            begun: Whether it decodes there, rather than waits.
+        """
+        known = self.row(replica)
+        self._left[replica].append((now, ask, begun))
+        remove_request(known, ask, begun)
+        self.left[replica] = now
+        self._known[:, replica] = [*vars(known).values()]
+
     def lose(self, replica: int) -> None:
         """The replica is down: it gets nothing until a new snapshot comes."""
         self.columns.dead[replica] = True
         self._sent[replica].clear()
+        self._left[replica].clear()
 
-    def _row(self, replica: int) -> SimpleNamespace:
-        """A copy with Python's own numbers, which are faster one by one."""
+    def row(self, replica: int) -> SimpleNamespace:
+        """A copy of what is known of a replica, with Python's own numbers, which are faster one by
+        one."""
         values = self._known[:, replica].tolist()
         return SimpleNamespace(**dict(zip(_NAMES, values, strict=True)))

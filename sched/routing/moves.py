@@ -9,7 +9,7 @@ to be in time. So replicas with tight targets attract decodes and repel prompts 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -93,21 +93,23 @@ class Moves:
             ask: The request.
             now: Seconds, on the snapshots' clock.
         """
-        s, found = self._fleet.columns, self._fleet.found(ask)
-        mine = self._fleet.taking(up, prompts=True)
-        work, short = s.best_effort_work, s.best_effort_short
-        if ask.tier == 0:
-            work, short = s.realtime_work, s.realtime_short
-        # Its own time between tokens is a matter of where it goes on.
-        value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
-        beside = miss((s.decode + s.prefill) / s.tbt)
-        victims = np.minimum(s.running * np.maximum(1.0 - self._late(now), LESS), MOST)
-        value += beside * (victims - 1.0) - PACKED * self._fleet.prompts / LATELY
-        place = int(np.where(mine, value, np.inf).argmin())
-        each = found if isinstance(found, float) else found[place]
-        row = {name: column[place] for name, column in vars(s).items()}
-        self._fleet.prompts[place] += float(prompt_seconds(SimpleNamespace(**row), ask, each))
+        values = self.prompt_values(ask, now)
+        place = int(np.where(self._fleet.taking(up, prompts=True), values, np.inf).argmin())
+        self.note_prompt(place, ask)
         return place
+
+    def note_prompt(self, place: int, ask: RoutingRequest) -> None:
+        """Counts a prompt that a replica gets."""
+        found = self._fleet.found(ask)
+        each = found if isinstance(found, float) else float(found[place])
+        self._fleet.prompts[place] += prompt_seconds(self._fleet.row(place), ask, each)
+
+    def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
+        """What a prompt would cost at each replica, in targets, [replicas]."""
+        s, fleet = self._fleet.columns, self._fleet
+        work, short = queue_of(s, ask)
+        found = fleet.found(ask)
+        return np.asarray(prompt_value(s, work, short, ask, found, self.share(now), now))
 
     def goes_on_at(self, up: np.ndarray, here: int, ask: RoutingRequest, now: float) -> int:
         """The replica at which a request goes on after its first token.
@@ -118,21 +120,72 @@ class Moves:
             ask: The request, all of its tokens counted as a prompt.
             now: Seconds, on the snapshots' clock.
         """
-        s, link, count = self._fleet.columns, self._link, len(self._fleet)
-        away = np.arange(count) != here
+        may = self._fleet.taking(up, prompts=False)
+        values, _ = self.decode_values(here, ask, now)
+        return int(np.where(may, values, np.inf).argmin()) if may.any() else here
+
+    def decode_values(
+        self, here: int, ask: RoutingRequest, now: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What the tokens of a request that runs would cost at each replica.
+
+        Args:
+            here: Where it is.
+            ask: The request, as `goes_on_at` has it.
+            now: Seconds, on the snapshots' clock.
+
+        Returns:
+            In targets, of itself and others, and how likely it misses its own, both [replicas].
+        """
+        s, link = self._fleet.columns, self._link
+        away = np.arange(len(self._fleet)) != here
         decode = s.decode + away * (s.row + ask.prompt_len * s.read)
-        longest = decode + s.prefill * self._late(now)
+        longest = decode + s.prefill * self.late(now)
         blocks = np.maximum(s.realtime_short + prompt_blocks(s, ask), 0.0) * s.per_block
         rows = np.maximum(s.rows_short + 1.0, 0.0) * s.per_row
         pause = away * (link.seconds(ask.prompt_len) + np.maximum(blocks, rows))
-        late = miss(longest / np.minimum(s.tbt, ask.tbt)) + miss(pause / ask.tbt)
-        value = late + START * longest / min(ask.tbt, 1.0) + GAIN * away
-        value += self._fleet.prompts / LATELY
-        may = self._fleet.taking(up, prompts=False)
-        return int(np.where(may, value, np.inf).argmin()) if may.any() else here
+        ends = miss((pause + s.mean_output[here] * longest) / ask.jct)
+        paused = miss(pause / ask.tbt) + ends
+        values = miss(longest / np.minimum(s.tbt, ask.tbt)) + paused + GAIN * away
+        values += START * longest / min(ask.tbt, 1.0) + self.share(now)
+        return values, miss(longest / ask.tbt) + paused
 
-    def _late(self, now: float) -> np.ndarray:
-        """To what degree tokens of each replica are late by prompts, 0 to 1, [replicas]."""
+    def share(self, now: float) -> np.ndarray:
+        """Which share of the time each replica has computed prompts lately, [replicas]."""
         self._fleet.prompts *= np.exp((self._time - now) / LATELY)
         self._time = now
-        return np.minimum(self._fleet.prompts / (LATELY * FEW), 1.0)
+        return self._fleet.prompts / LATELY
+
+    def late(self, now: float) -> np.ndarray:
+        """To what degree tokens of each replica are late by prompts, 0 to 1, [replicas]."""
+        return np.minimum(self.share(now) / FEW, 1.0)
+
+
+def queue_of(s: Any, ask: RoutingRequest) -> tuple[Any, Any]:
+    """Seconds of work before a request of this tier, and the blocks missing for it. s: what is
+    known of a replica, or of all as columns."""
+    if ask.tier == 0:
+        return s.realtime_work, s.realtime_short
+    return s.best_effort_work, s.best_effort_short
+
+
+def prompt_value(
+    s: Any,
+    work: Any,
+    short: Any,
+    ask: RoutingRequest,
+    found: Any,
+    share: Any,
+    now: float,
+) -> Any:
+    """What a prompt would cost, in targets.
+
+    Args:
+        s, work, short, ask, found, now: As `violation`.
+        share: Of the time there that was for prompts lately.
+    """
+    # Its own time between tokens is a matter of where it goes on.
+    value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
+    beside = miss((s.decode + s.prefill) / s.tbt)
+    victims = np.minimum(s.running * np.maximum(1.0 - share / FEW, LESS), MOST)
+    return value + beside * (victims - 1.0) - PACKED * share

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxserve.sched.routing.behind import Behind, Sent
 from jaxserve.sched.routing.estimate import violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.moves import Link, Moves
@@ -176,7 +177,10 @@ class Router:
         if name not in ROUTERS:
             raise ValueError(f"there is no routing {name!r}; known: {', '.join(ROUTERS)}")
         self.way, self.fleet = ROUTERS[name], fleet
-        self._moves = None if link is None else Moves(fleet, link)
+        self._moves = self._behind = None
+        if link is not None:
+            self._moves = Moves(fleet, link)
+            self._behind = Behind(fleet, link, self._moves)
         if self.way.finds:
             fleet.watch_prefixes()
         state = seeded(seed, number)
@@ -214,6 +218,27 @@ class Router:
         """
         assert self._moves is not None
         return self._moves.goes_on_at(self._up(besides), here, ask, now)
+
+    def behind(
+        self, here: int, there: Sequence[Sent], now: float, besides: Sequence[int] = ()
+    ) -> list[tuple[int, int]]:
+        """Which requests leave a replica of which a snapshot has just been heard, since their
+        targets would be missed there and are made elsewhere; they are noted in the fleet already.
+        None without a link.
+
+        Args:
+            here: The replica.
+            there: The requests that this router has sent there, and that have not ended.
+            now: On the snapshots' clock.
+            besides: Replicas that cannot go on with them.
+
+        Returns:
+            Indices of `there`, each with the replica to which the request goes: with its cache if
+            it has begun.
+        """
+        if self._behind is None or not there:
+            return []
+        return self._behind.leave(self._up(besides), here, there, now)
 
     def _up(self, besides: Sequence[int]) -> np.ndarray:
         """Which replicas get requests, but for these, bool [replicas]."""

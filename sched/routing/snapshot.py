@@ -234,3 +234,25 @@ def add_request(s: Any, q: Any, found: Any, sent: float) -> None:
     s.unfinished += q.sequences
     s.decode += q.sequences * (s.row + q.prompt_len * s.read)
     s.tbt = min(s.tbt, q.tbt)
+
+
+def remove_request(s: Any, q: Any, begun: bool) -> None:
+    """Takes a request that goes on elsewhere from s.
+
+    Args:
+        s: What is known of a replica, a record of KNOWN, from a snapshot with this request.
+        q: The `RoutingRequest`.
+        begun: Whether it decodes there, rather than waits.
+    """
+    blocks = prompt_blocks(s, q)
+    seconds = 0.0 if begun else prompt_seconds(s, q, 0.0)
+    s.best_effort_work = max(s.best_effort_work - seconds, 0.0)
+    s.best_effort_short -= blocks
+    if q.tier == 0 or s.by_tier == 0:
+        s.realtime_work = max(s.realtime_work - seconds, 0.0)
+        s.realtime_short -= blocks
+    s.rows_short -= q.sequences
+    s.unfinished -= q.sequences
+    if begun:
+        s.running -= q.sequences
+        s.decode -= q.sequences * (s.row + q.prompt_len * s.read)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.request import SLO
+from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.moves import Link
+from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.slo.classes import with_targets
 from jaxserve.simulator.replica.replica import Replica
 from jaxserve.simulator.results import SimulationResult
@@ -37,8 +39,14 @@ def long_prompts(count: int, rate: float, seed: int = 0) -> Workload:
 def served(
     workload: Workload, link: Link | None, replicas: int = 4, **more: Any
 ) -> SimulationResult:
-    fleet = {"link": link, "faults": more.pop("faults", ()), "roles": more.pop("roles", None)}
-    routing = Routing("slo", interval=0.5, age=0.1, loss=0.05, **fleet)
+    fleet: dict[str, Any] = {
+        "link": link,
+        "faults": more.pop("faults", ()),
+        "roles": more.pop("roles", None),
+    }
+    if interval := more.pop("interval", 0.5):
+        fleet |= {"interval": interval, "age": 0.1, "loss": 0.05}
+    routing = Routing("slo", **fleet)
     place = {"limits": LIMITS, "replicas": replicas, "routing": routing}
     place |= {"prefix_caching": True, "host_tokens": 200_000, "block_size": 16}
     return simulate("sarathi", workload, PLACE, **place | more)
@@ -49,19 +57,30 @@ def served(
     seed=st.integers(0, 99),
     prompts=st.integers(0, 3),
     kv_tokens=st.sampled_from([9_000, 20_000]),
-    dead=st.lists(st.integers(0, 3), unique=True, max_size=3),
+    dead=st.lists(st.integers(0, 3), unique=True, max_size=2),
+    slow=st.integers(0, 3),
+    interval=st.sampled_from([0.0, 0.5]),
     host_tokens=st.sampled_from([0, 500, 99_999]),
 )
 def test_nobody_is_lost_and_no_token_comes_twice(
-    seed: int, prompts: int, kv_tokens: int, dead: list[int], host_tokens: int
+    seed: int,
+    prompts: int,
+    kv_tokens: int,
+    dead: list[int],
+    slow: int,
+    interval: float,
+    host_tokens: int,
 ) -> None:
     workload = long_prompts(20, 12.0, seed)
-    faults = tuple(Fault(one, 1.0 + one / 3, notice=0.2) for one in dead)
+    faults = [Fault(one, 1.0 + one / 3, notice=0.2) for one in dead]
+    if slow not in dead:
+        faults.append(Fault(slow, 0.5, slowdown=20.0))
     result = served(
         workload,
         LINK,
         roles=(prompts, 4 - prompts) if prompts else None,
-        faults=faults,
+        faults=tuple(faults),
+        interval=interval,
         kv_tokens=kv_tokens,
         host_tokens=host_tokens,
         watch=lambda view: check_pool(view.pool),
@@ -114,6 +133,55 @@ def test_moves_keep_tokens_in_time_that_prompts_would_delay() -> None:
     workload = long_prompts(400, 12.0)
     together, moved = (served(workload, link).attained.mean() for link in (None, LINK))
     assert moved > together + 0.2, (together, moved)
+
+
+def behind(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch, link: Link | None = LINK, **more: Any
+) -> tuple[SimulationResult, list[bool]]:
+    """What comes of it, and whether each that was behind and moved had begun."""
+    moved, find = list[bool](), Router.behind
+
+    def finds(router: Router, here: int, there: list[Sent], now: float) -> list[tuple[int, int]]:
+        found = find(router, here, there, now)
+        moved.extend(there[number].begun for number, _ in found)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Router, "behind", finds)
+        return served(workload, link, **more), moved
+
+
+def with_targets_of(lengths: str, rate: float | None, ttft: float, tbt: float) -> Workload:
+    arrivals = "all" if rate is None else "poisson"
+    drawn = WorkloadSpec(lengths, arrivals=arrivals, rate=rate).make_workload(0)
+    return drawn.with_terms(with_targets(drawn.terms, SLO(ttft=ttft, tbt=tbt)))
+
+
+@pytest.mark.parametrize(
+    ("workload", "begun"),
+    [
+        (with_targets_of("fixed:200x300x60", 40.0, 1.0, 0.05), True),
+        (with_targets_of("fixed:6000x20x24", None, 6.0, 0.2), False),
+    ],
+)
+def test_what_is_behind_at_a_slow_replica_moves(
+    workload: Workload, begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = (Fault(0, 0.6, slowdown=10.0),)
+    better, moved = behind(workload, monkeypatch, faults=faults)
+    assert better.requests.finished.all() and begun in moved
+    monkeypatch.setattr(Router, "behind", lambda *args: [])
+    stay = served(workload, LINK, faults=faults)
+    gain = better.attained.mean() - stay.attained.mean()
+    assert gain > 0.1, (better.attained.mean(), stay.attained.mean())
+
+
+@pytest.mark.parametrize("interval", [0.0, 0.5])
+def test_nothing_moves_where_nothing_is_behind(
+    interval: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = with_targets_of("fixed:200x50x60", 20.0, 5.0, 0.5)
+    assert behind(workload, monkeypatch, interval=interval)[1] == []
 
 
 def test_a_pause_is_as_long_as_the_way() -> None:

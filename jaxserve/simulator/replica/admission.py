@@ -82,3 +82,8 @@ class BoundedQueue:
             return False
         self._unfinished[replica].append(number)
         return True
+
+    def leave(self, replica: int, number: int) -> None:
+        """The request has gone on elsewhere."""
+        if number in self._unfinished[replica]:
+            self._unfinished[replica].remove(number)

@@ -203,6 +203,8 @@ class _Places:
         """
         front, served_by, outputs = self._front, self.served_by, self._arrivals.outputs
         begun = outputs.so_far(number) if number in served_by else []
+        if to != REFUSED:
+            self._queue.leave(served_by[number], number)
         moves = to != REFUSED and not self._machines[to].dead
         chosen = to if moves else front.choose(number, request, now, len(begun))
         if chosen is None and begun:
@@ -215,14 +217,15 @@ class _Places:
             return
         machine = self._machines[chosen]
         if not machine.dead:
-            taken = bool(begun) or self._late.admits(machine, number, request, now)
-            if not (taken and self._queue.admits(chosen, number, now, always=bool(begun))):
+            again = bool(begun) or to != REFUSED  # what was admitted once
+            taken = again or self._late.admits(machine, number, request, now)
+            if not (taken and self._queue.admits(chosen, number, now, always=again)):
                 self._arrivals.refused(number, now)
                 return
             machine.receive(number, request, now, begun, sent if moves else ())
             self._loops.at(chosen, machine.next_time)
         served_by[number] = chosen
-        front.taken(chosen, number, request)
+        front.taken(chosen, number, request, now, len(begun))
 
 
 def _serve(

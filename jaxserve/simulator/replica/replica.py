@@ -128,6 +128,11 @@ class Replica:
         self._log_parts: list[np.ndarray] = []
 
     @property
+    def now(self) -> float:
+        """How far its host has come."""
+        return self._clock.now
+
+    @property
     def device_free(self) -> float:
         """When the device has finished all work launched so far."""
         return self._clock.device_free

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxserve.sched.request import Request
+from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
 from jaxserve.sched.routing.random_draws import MODULUS, drawn, seeded
 from jaxserve.sched.routing.routers import NoReplica, Router
@@ -55,6 +57,9 @@ class Front:
         # When, whose, where, and the keys of pages that come along.
         self._travelling: list[tuple[float, int, int, list[bytes]]] = []
         self._requests: dict[int, Request] = {}  # of those that may move
+        # By replica: what is there, or was, since when, and with how many tokens it came.
+        self._stays: list[dict[int, tuple[float, int]]] = [{} for _ in range(count)]
+        self._moved: Counter[int] = Counter()  # how often, because they were behind
         self._at: dict[int, int] = {}  # where each request is, or where it goes
         self._draws = [seeded(setting.seed, step + i) for i in range(count)]
         self._under_way: dict[int, Snapshot] = {}
@@ -70,7 +75,7 @@ class Front:
                 role = Role.PROMPTS if i < setting.routing.roles[0] else Role.DECODES
                 self._fleet(i).set_role(i // step, role)
             if setting.routing.looks:
-                self._hear(i, idle_snapshot(setting.fixed))
+                self._hear(i, idle_snapshot(setting.fixed), 0.0)
         if setting.routing.looks and setting.routing.interval:
             for i, time in enumerate(setting.routing.first_times(count).tolist()):
                 self._timers.at(PUBLISH * count + i, time)
@@ -113,35 +118,49 @@ class Front:
             self._changed[replica] = True
         return replica
 
-    def taken(self, replica: int, number: int, request: Request) -> None:
-        """Notes that the replica has admitted the request."""
+    def taken(self, replica: int, number: int, request: Request, now: float, begun: int) -> None:
+        """Notes that the replica has admitted the request.
+
+        Args:
+            replica: The replica.
+            number: The request's number.
+            request: The request.
+            now: Seconds.
+            begun: Tokens that other replicas have generated of it.
+        """
         if replica in self._dying:
             self._there[replica].append((number, request))
         self._at[number] = replica
         if self._setting.routing.link is not None:
             self._requests[number] = request
+            self._stays[replica][number] = now, begun
 
     def move(self, replica: int) -> None:
         """Lets requests whose first tokens have just come from the replica go on elsewhere."""
-        link, machine = self._setting.routing.link, self._machines[replica]
+        machine = self._machines[replica]
         began, machine.began = machine.began, []
         for number in began:
-            assert link is not None
             router, request = self._routers[number % self._step], self._requests[number]
             now = float(self._outputs.times[self._outputs.offsets[number]])
             self._look(number % self._step, now)
             ask = RoutingRequest.from_request(request, self._setting.block_size).after(1, "")
             here = replica // self._step
             place = router.goes_on_at(here, ask, now)
-            if place == here or self._outputs.over[number]:
+            if place == here or self._outputs.over[number] or self._at[number] != replica:
                 continue
             router.fleet.send(place, ask, now, moves=True)
-            sent = machine.leave(number)
-            self._changed[replica] = True
-            to = number % self._step + place * self._step
-            self._at[number] = to
-            when = now + link.seconds(len(sent) * self._setting.block_size)
-            heapq.heappush(self._travelling, (when, number, to, sent))
+            self._leave(number, place, now)
+
+    def _leave(self, number: int, place: int, now: float) -> None:
+        """A request leaves its replica for another one of its router, with its pages."""
+        link, replica = self._setting.routing.link, self._at[number]
+        assert link is not None
+        sent = self._machines[replica].leave(number)
+        del self._stays[replica][number]
+        self._changed[replica] = True
+        self._at[number] = to = number % self._step + place * self._step
+        when = now + link.seconds(len(sent) * self._setting.block_size)
+        heapq.heappush(self._travelling, (when, number, to, sent))
 
     def come(self) -> tuple[int, Request, int, list[bytes]]:
         """The request that comes at `next_time`: its number, the request, where, and the keys of
@@ -173,7 +192,7 @@ class Front:
         elif kind == PUBLISH:
             self._publish(replica, now, more)
         elif not self._fleet(replica).columns.dead[replica // self._step]:
-            self._hear(replica, self._under_way[replica])
+            self._hear(replica, self._under_way[replica], now)
         return None
 
     def _look(self, first: int, now: float) -> None:
@@ -182,7 +201,7 @@ class Front:
             return
         for replica in range(first, len(self._machines), self._step):
             if self._changed[replica] and not self._machines[replica].dead:
-                self._hear(replica, self._observe(replica, now))
+                self._hear(replica, self._observe(replica, now), now)
 
     def _observe(self, replica: int, now: float) -> Snapshot:
         self._changed[replica] = False
@@ -204,12 +223,37 @@ class Front:
                 self._under_way[replica] = snapshot
                 self._timers.at(DELIVER * count + replica, now + routing.age)
             else:
-                self._hear(replica, snapshot)
-        if more:
+                self._hear(replica, snapshot, now)
+        if more or (self._setting.routing.link is not None and self._goes_on):
             self._timers.at(PUBLISH * count + replica, now + routing.interval)
 
-    def _hear(self, replica: int, snapshot: Snapshot) -> None:
-        self._fleet(replica).hear(replica // self._step, snapshot)
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a request may still move."""
+        return bool(self._travelling) or any(machine.live for machine in self._machines)
+
+    def _hear(self, replica: int, snapshot: Snapshot, now: float) -> None:
+        """The router of the replica hears a snapshot, and has requests leave that are behind."""
+        router, here = self._routers[replica % self._step], replica // self._step
+        router.fleet.hear(here, snapshot)
+        if self._setting.routing.link is None or self._machines[replica].dead:
+            return
+        stays, over = self._stays[replica], self._outputs.over
+        for number in [number for number in stays if over[number]]:
+            del stays[number]
+        numbers = [*stays]
+        there = [self._sent(number, *stays[number], now) for number in numbers]
+        for which, place in router.behind(here, there, now):
+            self._moved[numbers[which]] += 1
+            # Its engine notices between two steps.
+            self._leave(numbers[which], place, max(now, self._machines[replica].now))
+
+    def _sent(self, number: int, since: float, before: int, now: float) -> Sent:
+        """What the router knows of a request. since, before: of `_stays`."""
+        tokens = sum(time <= now for time in self._outputs.so_far(number))
+        request = self._requests[number]
+        ask = RoutingRequest.from_request(request, self._setting.block_size).after(tokens, "")
+        return Sent(ask, request.arrival, since, tokens > before, self._moved[number])
 
     def _fleet(self, replica: int) -> Fleet:
         return self._routers[replica % self._step].fleet

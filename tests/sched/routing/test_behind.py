@@ -1,0 +1,147 @@
+"""Which requests leave a replica because they would miss their targets there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.sched.routing.behind import AGAIN, MOST_MOVES, Sent
+from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
+from jaxserve.sched.routing.moves import Link
+from jaxserve.sched.routing.routers import Router
+from jaxserve.sched.routing.snapshot import KNOWN, prompt_seconds
+from jaxserve.sched.routing.take_snapshot import idle_snapshot
+from tests.sched.routing.test_routing import FIXED, busy
+
+LINK = Link(0.002, 5e-6)
+PROMPT = RoutingRequest(1000, ttft=1.0)
+
+
+def routed(*snapshots: Any, link: Link | None = LINK) -> Router:
+    fleet = Fleet(len(snapshots))
+    for place, snapshot in enumerate(snapshots):
+        fleet.hear(place, snapshot)
+    return Router("slo", fleet, link=link)
+
+
+def queued(tokens: int, time: float = 1.0, **more: Any) -> Any:
+    """A replica with so many tokens of prompts."""
+    return busy(time=time, realtime_tokens=tokens, realtime_quad=0, **more)
+
+
+IDLE = idle_snapshot(FIXED, 1.0)
+
+
+def alone(tokens: int) -> float:
+    """Seconds of a prompt at a replica with nothing else."""
+    return float(prompt_seconds(routed(queued(0)).fleet.row(0), RoutingRequest(tokens), 0.0))
+
+
+def test_who_would_wait_too_long_leaves_and_its_load_with_it() -> None:
+    count = 1 + int(1.6 / alone(1000))
+    router = routed(queued(1000 * count), IDLE, IDLE)
+    there = [Sent(PROMPT, 0.9, 0.9, begun=False) for _ in range(count)]
+    work = router.fleet.columns.realtime_work
+    before = work.copy()
+    left = router.behind(0, there, 1.1)
+    assert {place for _, place in left} == {1, 2} and 2 <= len(left) < count
+    assert 0 not in [number for number, _ in left], "the first one is in time"
+    assert [number for number, _ in left] == sorted({number for number, _ in left})
+    assert work[0] == pytest.approx(before[0] - len(left) * alone(1000), rel=0.2)
+    assert work[1] > before[1] and work[2] > before[2]
+    # A later snapshot that is from before they left does not bring them back.
+    now = work[0]
+    router.fleet.hear(0, queued(1000 * count, 1.05))
+    assert work[0] == pytest.approx(now, rel=0.05)
+    router.fleet.hear(0, queued(1000 * (count - len(left)), 1.2))
+    assert work[0] == pytest.approx(now, rel=0.05)
+
+
+def test_whoever_comes_behind_a_request_does_not_delay_it() -> None:
+    count = 1 + int(1.6 / alone(1000))
+    router = routed(queued(1000 * count), IDLE)
+    there = [Sent(PROMPT._replace(ttft=9.0), 0.9, 0.9 + i / 1e6, False) for i in range(count)]
+    first = PROMPT._replace(ttft=0.1 + 2.5 * alone(1000))
+    assert router.behind(0, [*there[1:], Sent(first, 0.9, 0.8, False)], 1.0) == []
+    (one,) = router.behind(0, [*there[1:], Sent(first, 0.9, 0.95, False)], 1.0)
+    assert one == (count - 1, 1)
+
+
+def late(running: int) -> Any:
+    """A replica whose steps take more than 20 ms, at 1 s."""
+    return busy(time=1.0, running=running, cached=1000 * running, pace=30.0)
+
+
+def test_what_runs_takes_its_cache_along() -> None:
+    router = routed(late(6), IDLE)
+    ask = RoutingRequest(1000, tbt=0.05)
+    assert router.fleet.columns.decode[0] > 0.05
+    there = [Sent(ask, 0.5, 0.6, begun=True), Sent(ask, 0.5, 0.6, begun=True)]
+    decode, work = router.fleet.columns.decode.copy(), router.fleet.columns.realtime_work.copy()
+    assert sorted(router.behind(0, there, 1.0)) == [(0, 1), (1, 1)]
+    s = router.fleet.columns
+    assert s.decode[0] < decode[0] and s.decode[1] > decode[1]
+    assert s.realtime_work[1] - work[1] < alone(100), "it is not computed again"
+    assert s.running[0] == 4
+    # The way counts: one that takes half a second saves nothing.
+    assert routed(late(6), IDLE, link=Link(0.5, 0.0)).behind(0, there, 1.0) == []
+
+
+STAYS = [
+    Sent(RoutingRequest(1000), 0.9, 0.9, begun=False),  # no targets
+    Sent(RoutingRequest(1000), 0.5, 0.6, begun=True),
+    Sent(RoutingRequest(1000, tier=1), 0.5, 0.6, begun=True),
+    Sent(PROMPT, -0.5, 0.5, begun=False),  # too late already
+    Sent(PROMPT, 1.0, 1.05, begun=False),  # not in the snapshot
+    Sent(PROMPT, 0.9, 0.9, begun=False, moved=1),  # has just come
+    Sent(PROMPT, 0.9 - AGAIN, 0.9 - AGAIN, begun=False, moved=MOST_MOVES),
+]
+
+
+@pytest.mark.parametrize("one", STAYS)
+def test_who_stays(one: Sent) -> None:
+    assert routed(queued(90_000, pace=20.0), IDLE).behind(0, [one], 1.1) == []
+
+
+def test_nobody_leaves_where_nothing_is_behind_or_nowhere_is_better() -> None:
+    there = [Sent(PROMPT, 0.9, 0.9, False), Sent(RoutingRequest(9, tbt=0.05), 0.5, 0.6, True)]
+    behind = queued(90_000, pace=20.0)
+    assert len(routed(behind, IDLE).behind(0, there, 1.0)) == 2
+    assert routed(queued(2000), IDLE).behind(0, there, 1.0) == []
+    assert routed(behind, behind).behind(0, there, 1.0) == []
+    assert routed(behind).behind(0, there, 1.0) == []
+    assert routed(behind, IDLE).behind(0, there, 1.0, besides=[1]) == []
+    assert routed(behind, IDLE, link=None).behind(0, there, 1.0) == []
+    apart = routed(behind, IDLE)
+    apart.fleet.set_role(0, Role.PROMPTS)
+    apart.fleet.set_role(1, Role.DECODES)
+    assert apart.behind(0, there, 1.0) == [(1, 1)], "prompts stay where prompts are computed"
+
+
+ASKS = st.tuples(
+    st.integers(1, 10**5),
+    st.integers(0, 1),
+    st.sampled_from([0.01, 1.0, float("inf")]),
+    st.sampled_from([0.001, 0.1, float("inf")]),
+    st.sampled_from([0.1, 9.0, float("inf")]),
+    st.integers(1, 4),
+).map(lambda numbers: RoutingRequest(*numbers))
+TIMES = st.floats(0, 2)
+SENT = st.tuples(ASKS, TIMES, TIMES, st.booleans(), st.integers(0, 4)).map(lambda one: Sent(*one))
+
+
+@given(st.lists(SENT, max_size=12), st.integers(0, 10**5), st.floats(1, 50), st.booleans())
+def test_each_leaves_once_and_elsewhere(
+    there: list[Sent], tokens: int, pace: float, by_tier: bool
+) -> None:
+    router = routed(queued(tokens, pace=pace, by_tier=by_tier), IDLE, queued(500))
+    left = router.behind(0, there, 2.0)
+    numbers = [number for number, _ in left]
+    assert len(numbers) == len({*numbers}) and {*numbers} <= {*range(len(there))}
+    assert {place for _, place in left} <= {1, 2}
+    known = router.fleet.row(0)
+    assert all(getattr(known, name) == getattr(known, name) for name in KNOWN.names or ())
+    assert known.realtime_work >= 0 and known.best_effort_work >= 0
