@@ -49,8 +49,9 @@ without slow=, the replica is dead, which routers notice after 1 s or the given 
 go on at others, where their prompts and tokens are computed again; without others they have failed.
 
 --link=2ms:5ms, with --routing=slo: behind its prompt a request may go on at another replica, and so
-may one that would miss its targets where it is. Its cache comes along, which takes 2 ms and 5 more for each 1,000 tokens (jaxserve/sched/routing/moves.py),
-from host memory (--host_tokens) to host memory.
+may one that would miss its targets where it is. Its cache comes along, which takes 2 ms and 5 more
+for each 1,000 tokens (jaxserve/sched/routing/moves.py), from host memory (--host_tokens) to host
+memory.
 --roles=3:5 has the first 3 replicas compute prompts only, and the other 5 what comes behind them.
 Where none of a role is up, the others do its work.
 
