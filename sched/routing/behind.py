@@ -60,7 +60,12 @@ class Behind:
     def leave(
         self, up: np.ndarray, here: int, there: Sequence[Sent], now: float
     ) -> list[tuple[int, int]]:
-        """As `Router.behind`. up: bool [replicas], those that take requests."""
+        """See `Router.behind`, which returns it.
+
+        Args:
+            up: bool [replicas], those that take requests.
+            here, there, now: As there.
+        """
         by_tier = self._fleet.row(here).by_tier
         numbers = sorted(range(len(there)), key=lambda number: there[number].sent)
         waiting = [number for number in numbers if not there[number].begun]
