@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -24,12 +24,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from jaxserve.deploy import roster  # not what is in it, which Ray would copy with this class
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import OK, Status
 from jaxserve.deploy.metrics import metrics_page
-from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
-from jaxserve.deploy.replicas import AVOID, NOTHING, PAGES, ROUTING_REQUEST
+from jaxserve.deploy.moves import roster  # not what is in it, which Ray would copy with this class
+from jaxserve.deploy.moves.mover import Mover
+from jaxserve.deploy.moves.relay import Pieces, Relay, ReplicaLost, Unserved
+from jaxserve.deploy.replicas import NOTHING, PAGES, ROUTING_REQUEST, WHERE, Where
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.deploy.routing_request import RoutingRequestBuilder
 from jaxserve.sched.routing.fleet import RoutingRequest
@@ -71,7 +72,9 @@ class Ingress:
         self._grpc = engine.options(stream=True, method_name="grpc")
         self._sizes = engine.options(method_name="sizes")
         self._body_bytes: int | None = None
-        self._roster, self._relays = roster.ROSTER, set[Relay]()
+        self._hands_over = engine.options(method_name="hand_over")
+        self._roster = roster.ROSTER
+        self._mover = Mover(lambda: self._roster.replicas, self._hand_over)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # HTTP.
@@ -137,10 +140,8 @@ class Ingress:
     ) -> AsyncGenerator[Message, None]:
         """The response of a replica."""
         send_to = functools.partial(self._pieces, self._http, routing_request, (scope, body))
-        relay = Relay(
-            send_to, http_response_kind, ResumePoint(arrived=arrived), self._roster.leaves
-        )
-        async with self._passing_on(relay) as pieces:
+        passing = self._passing_on(send_to, http_response_kind, routing_request, arrived)
+        async with passing as pieces:
             async for piece in pieces:
                 for message in piece:
                     yield message
@@ -248,10 +249,8 @@ class Ingress:
         try:
             given = (method, raw, metadata, peer)
             send_to = functools.partial(self._pieces, self._grpc, routing_request, given)
-            relay = Relay(
-                send_to, grpc_response_kind, ResumePoint(arrived=arrived), self._roster.leaves
-            )
-            async with self._passing_on(relay) as pieces:
+            passing = self._passing_on(send_to, grpc_response_kind, routing_request, arrived)
+            async with passing as pieces:
                 async for piece in pieces:
                     for part in piece:
                         if not isinstance(part, Status):
@@ -266,34 +265,47 @@ class Ingress:
             _fail(context, code, str(_problem(error)))
 
     @contextlib.asynccontextmanager
-    async def _passing_on(self, relay: Relay) -> AsyncGenerator[Pieces, None]:
-        """The relay's pieces. It hears of replicas that are to go."""
+    async def _passing_on(
+        self,
+        send_to: Callable[[Where, ResumePoint, Any], Pieces],
+        tells: Callable[[Any], object],
+        routing_request: RoutingRequest,
+        arrived: float,
+    ) -> AsyncGenerator[Pieces, None]:
+        """The pieces of an answer, which may move. Arguments as of `Relay`."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._roster.listen(self._on_change)
-        self._relays.add(relay)
+            self._roster.listen(self._on_news)
+        relay = Relay(
+            send_to,
+            tells,
+            ResumePoint(arrived=arrived),
+            self._roster.leaves,
+            routing_request.sequences,
+            self._mover,
+        )
+        self._mover.add(relay, routing_request)
         try:
             async with aclosing(relay.pieces()) as pieces:
                 yield pieces
         finally:
-            self._relays.discard(relay)
+            self._mover.discard(relay)
 
-    def _on_change(self) -> None:
+    def _on_news(self, names: Sequence[str], changed: bool) -> None:
         """On the router's thread."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._look)
+            self._loop.call_soon_threadsafe(self._mover.heard, names, changed)
 
-    def _look(self) -> None:
-        for relay in self._relays:
-            relay.look()
+    async def _hand_over(self, name: str, key: str) -> bool:
+        return bool(await self._hands_over.remote(key, **{WHERE: Where(to=name)}))
 
     async def _pieces(
         self,
         method: Any,
         routing_request: RoutingRequest,
         given: Sequence[Any],
-        avoided: tuple[str, ...],
+        where: Where,
         point: ResumePoint,
         pages: Any,
     ) -> Pieces:
@@ -303,7 +315,7 @@ class Ingress:
             method: the replica's method.
             routing_request: for the router.
             given: the call's arguments.
-            avoided: names of replicas to avoid.
+            where: which replica it is for.
             point: where the answer begins or goes on.
             pages: what comes along, as `Cache.pages`.
 
@@ -313,7 +325,10 @@ class Ingress:
         resume = point.model_dump_json().encode()
         tokens = sum(len(one.tokens) for one in point.outputs)
         routing_request = routing_request.after(tokens, point.fingerprint)
-        named: dict[str, Any] = {ROUTING_REQUEST: routing_request, AVOID: avoided}
+        named: dict[str, Any] = {
+            ROUTING_REQUEST: routing_request,
+            WHERE: where._replace(call=point.key),
+        }
         named |= {} if pages is None else {PAGES: pages}
         answer = method.remote(*given, resume, **named)
         try:

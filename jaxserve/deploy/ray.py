@@ -24,16 +24,17 @@ from ray.serve.config import (
     RequestRouterConfig,
 )
 
-from jaxserve.deploy import roster  # not what is in it, which Ray would copy
+from jaxserve.config import ConfigError
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.followers import running_engine
 from jaxserve.deploy.ingress import Ingress
 from jaxserve.deploy.load import Load, wanted_replicas
+from jaxserve.deploy.moves import roster  # not what is in it, which Ray would copy
+from jaxserve.deploy.moves.roster import Roster
+from jaxserve.deploy.moves.transport import Handle, Pages, Transport
 from jaxserve.deploy.replica import EngineReplica
-from jaxserve.deploy.roster import Roster
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
-from jaxserve.deploy.transport import Handle, Pages, Transport
 from jaxserve.engine.block_keys import SECRET_BYTES
 
 GRPC = "jaxserve.server.proto.generation_pb2_grpc.add_GenerationServicer_to_server"
@@ -48,13 +49,18 @@ _LOOK_BACK_S = 15.0  # replicas report every 10 s
 def app(settings: Settings) -> Application:
     """The application. Raises ConfigError for flags that serve.py would not take."""
     config = replica_config(settings.flags, settings.hosts)
+    if settings.link and not (config.cache.host_gib and config.cache.prefix_caching):
+        raise ConfigError(
+            "link: caches go from host memory to host memory, among prefixes: "
+            "flags must set cache.host_gib, and leave cache.prefix_caching on"
+        )
     engine = serve.deployment(
         EngineReplica,
         name=ENGINE,
         max_ongoing_requests=_CALLS,
         request_router_config=RequestRouterConfig(
             request_router_class=SnapshotRouter,
-            request_router_kwargs={"routing": settings.routing},
+            request_router_kwargs=settings.router,
             request_routing_stats_period_s=settings.snapshot_s,
         ),
         graceful_shutdown_timeout_s=config.server.grace_s + _STOP_S,
@@ -77,7 +83,7 @@ def app(settings: Settings) -> Application:
     # which replace all replicas anyway.
     secret = os.urandom(SECRET_BYTES)
     run = functools.partial(running_engine, block_secret=secret)
-    about = (replica_name, own_roster, ObjectStore())
+    about = (replica_name, own_roster, ObjectStore(), replica_rank)
     bound = engine.bind(settings.flags, settings.hosts, run, *about)
     return ingress.bind(bound, settings.flags, secret)
 
@@ -85,6 +91,13 @@ def app(settings: Settings) -> Application:
 def replica_name() -> str:
     """Ray Serve's name of the calling replica."""
     return serve.get_replica_context().replica_tag
+
+
+def replica_rank() -> int:
+    """Ray Serve's number of the calling replica among those of its deployment: it gives those of
+    replicas that have gone to new ones."""
+    rank = serve.get_replica_context().rank
+    return 0 if rank is None else rank.rank
 
 
 def own_roster() -> Roster:

@@ -22,17 +22,17 @@ from prometheus_client import Metric
 from jaxserve.config import Config
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
-from jaxserve.deploy.relay import Unserved
+from jaxserve.deploy.moves.relay import Unserved
+from jaxserve.deploy.moves.roster import Roster
+from jaxserve.deploy.moves.transport import Handle, Pages, Transport
 from jaxserve.deploy.replica_stats import ReplicaStats
-from jaxserve.deploy.replicas import FINGERPRINT, SNAPSHOT
+from jaxserve.deploy.replicas import ANYWHERE, FINGERPRINT, RANK, SNAPSHOT, Where
 from jaxserve.deploy.response_kind import (
     ResponseKind,
     first_response_kind,
     grpc_response_kind,
     http_response_kind,
 )
-from jaxserve.deploy.roster import Roster
-from jaxserve.deploy.transport import Handle, Pages, Transport
 from jaxserve.engine.errors import EngineStopped, HostLost
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.access.options import access_settings
@@ -71,6 +71,7 @@ class EngineReplica:
         watch: returns the roster of the deployment, once the replica serves; None: it hears
             nothing of whether it is to go.
         transport: how what is cached of answers gets to other replicas.
+        rank: returns the replica's number among all of the deployment, from 0.
 
     Raises:
         ConfigError: the flags are wrong.
@@ -84,10 +85,14 @@ class EngineReplica:
         name: Callable[[], str],
         watch: Callable[[], Roster] | None = None,
         transport: Transport | None = None,
+        rank: Callable[[], int] = lambda: 0,
     ) -> None:
         self._stopped = True  # there is nothing to stop yet
         config = replica_config(flags, hosts)
-        self._name, self._watch = name(), watch
+        self._name, self._watch, self._rank = name(), watch, rank
+        if config.engine.record:  # each one a recording of its own
+            recorded = f"{config.engine.record}.{self._name}"
+            config = config.with_fields(engine__record=recorded)
         self._transport = transport or Transport()
         self._passages = set[Passage]()
         self._going: asyncio.Task[None] | None = None
@@ -126,7 +131,7 @@ class EngineReplica:
         resume: bytes = b"",
         *,
         routing_request: RoutingRequest,
-        avoid: Sequence[str] = (),
+        where: Where = ANYWHERE,
         pages: Handle | None = None,
     ) -> Parts:
         """Yields the response to an HTTP call, as ASGI messages, and marks.
@@ -137,7 +142,7 @@ class EngineReplica:
             resume: where the answer begins, or goes on, as JSON of a `ResumePoint`; empty for an
             answer that nobody resumes, to a call that comes now.
             routing_request: for the router only.
-            avoid: for the router only.
+            where: likewise.
             pages: what another replica has cached of the answer, as in `Cache.pages`.
 
         Raises:
@@ -161,7 +166,7 @@ class EngineReplica:
         resume: bytes = b"",
         *,
         routing_request: RoutingRequest,
-        avoid: Sequence[str] = (),
+        where: Where = ANYWHERE,
         pages: Handle | None = None,
     ) -> Parts:
         """Yields the response to an RPC of jaxserve.v1.Generation, as `call_grpc` does.
@@ -173,7 +178,7 @@ class EngineReplica:
             peer: the client's address.
             resume: see `http`.
             routing_request: for the router only.
-            avoid: for the router only.
+            where: likewise.
             pages: what another replica has cached of the answer, as in `Cache.pages`.
 
         Raises:
@@ -253,6 +258,22 @@ class EngineReplica:
             pages = await asyncio.to_thread(self._put, passage, due) if passage.tokens else None
             passage.leave(pages)
 
+    async def hand_over(self, key: str, *, where: Where = ANYWHERE) -> bool:
+        """Leaves one answer to other replicas, with what is cached of it.
+
+        Args:
+            key: `ResumePoint.key` of the answer.
+            where: for the router only.
+
+        Returns:
+            Whether it is left; not if it has ended, or cannot be resumed.
+        """
+        for passage in [one for one in self._passages if one.point.key == key]:
+            due = time.monotonic() + _EXPORT_S
+            passage.leave(await asyncio.to_thread(self._put, passage, due))
+            return passage.left and passage in self._passages
+        return False
+
     def _put(self, passage: Passage, due: float) -> Handle | None:
         """Puts what is cached of an answer, up to _MOST_BYTES, if it can be had by then. Its
         requests go on meanwhile. None if nothing can be put: then it is computed again."""
@@ -270,10 +291,11 @@ class EngineReplica:
             log.warning("what is cached of an answer stays: %r", error)
             return None
 
-    def _on_roster(self, roster: Roster) -> None:
+    def _on_roster(self, roster: Roster, names: Sequence[str], changed: bool) -> None:
         """On any thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._look, roster)
+            if changed:
+                self._loop.call_soon_threadsafe(self._look, roster)
 
     def _look(self, roster: Roster) -> None:
         """Leaves everything in LEAVE_S if the replica is to go."""
@@ -333,7 +355,7 @@ class EngineReplica:
             self._watch = None
         draining = self._frontends.requests.closed is not None
         snapshot = self._stats.snapshot(draining=draining).as_dict()
-        return {SNAPSHOT: snapshot, FINGERPRINT: self._fingerprint}
+        return {SNAPSHOT: snapshot, FINGERPRINT: self._fingerprint, RANK: self._rank()}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """The load for `ray.scale`."""

@@ -4,47 +4,97 @@ from __future__ import annotations
 
 import secrets
 import statistics
-from collections.abc import Hashable, Mapping
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.behind import Sent
+from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
+from jaxserve.sched.routing.moves import Link
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.snapshot import Snapshot
 
 ROUTING_REQUEST = "routing_request"
 """The keyword argument of a call with its routing request."""
-AVOID = "avoid"
-"""The keyword argument with the names of replicas that cannot answer the call."""
+WHERE = "where"
+"""The keyword argument that says which replica the call is for, a `Where`."""
 PAGES = "pages"
 """The keyword argument by which what another replica has cached of the answer is got."""
 NOTHING = RoutingRequest(1)
 """Routing request of a call that generates nothing, or will be refused."""
-SNAPSHOT, FINGERPRINT = "snapshot", "fingerprint"
-"""Keys of the snapshot, and of the system fingerprint, in a replica's routing statistics."""
+SNAPSHOT, FINGERPRINT, RANK = "snapshot", "fingerprint", "rank"
+"""Keys of a replica's snapshot, system fingerprint, and number among all, from 0, in its routing
+statistics."""
+SILENT_S = 10.0
+"""Seconds without news after which a replica counts as out of reach, if others have some."""
 _PLACES = 8  # at first
 
 
-class Replicas:
-    """The replicas that a router knows; other routers use them, too. routing: a name in `ROUTERS`;
-    ValueError otherwise. seed: of random choices; None for a random one."""
+class Where(NamedTuple):
+    """Which replica a call is for.
 
-    def __init__(self, routing: str, seed: int | None = None) -> None:
+    Attributes:
+        avoid: names of replicas that cannot answer it.
+        to: the name of the one that should; "" for any.
+        call: `ResumePoint.key` of the call; "" if nobody asks where it went.
+    """
+
+    avoid: tuple[str, ...] = ()
+    to: str = ""
+    call: str = ""
+
+
+ANYWHERE = Where()
+
+
+class Replicas:
+    """The replicas that a router knows; other routers use them, too. Any thread may call it.
+
+    Args:
+        routing: a name in `ROUTERS`.
+        seed: of random choices; None for a random one.
+        link: what lies between replicas, if answers move between them while these are well.
+        roles: as many replicas compute prompts only, and as many none; (0, 0) if all do both.
+
+    Attributes:
+        moves: whether there is a link.
+        silent: names of those that are out of reach. They get nothing until there is news.
+        at: where each call was sent, by `Where.call`; whoever sends it removes it.
+
+    Raises:
+        ValueError: there is no such routing.
+    """
+
+    def __init__(
+        self,
+        routing: str,
+        seed: int | None = None,
+        link: Link | None = None,
+        roles: tuple[int, int] = (0, 0),
+    ) -> None:
         self._fleet = Fleet(_PLACES)
         seed = secrets.randbits(62) if seed is None else seed
-        self._router = Router(routing, self._fleet, seed, apart=True)
-        self._places: dict[Hashable, int] = {}
-        self._heard: dict[Hashable, float] = {}
-        self._fingerprints: dict[Hashable, str] = {}
+        self._router = Router(routing, self._fleet, seed, apart=True, link=link)
+        self.moves, self._roles = link is not None, roles
+        self._lock = threading.RLock()
+        self._places: dict[str, int] = {}
+        self._heard: dict[str, float] = {}
+        self._news_at: dict[str, float] = {}
+        self.silent: frozenset[str] = frozenset()
+        self.at: dict[str, str] = {}
+        self._fingerprints: dict[str, str] = {}
 
-    def __contains__(self, name: Hashable) -> bool:
+    def __contains__(self, name: str) -> bool:
         return name in self._places
 
     def update(
         self,
-        said: Mapping[Hashable, Mapping[str, Any] | None],
-        fingerprints: Mapping[Hashable, str] | None = None,
-    ) -> None:
+        said: Mapping[str, Mapping[str, Any] | None],
+        fingerprints: Mapping[str, str] | None = None,
+        ranks: Mapping[str, int] | None = None,
+    ) -> list[str]:
         """Updates all replicas by name. One on which no request has ended is assumed to have
         outputs as long as the others': otherwise it would seem to be free at once and get every
         request.
@@ -52,49 +102,118 @@ class Replicas:
         Args:
             said: the latest snapshot of each (`Snapshot.as_dict`), or None.
             fingerprints: the system fingerprints of those that have said them.
+            ranks: likewise, the replicas' numbers, from which their roles follow.
+
+        Returns:
+            Names of the replicas whose snapshots are new.
         """
-        self._fingerprints = dict(fingerprints or {})
-        for name in [name for name in self._places if name not in said]:
-            self.lose(name)
-        heard = {name: Snapshot(**numbers) for name, numbers in said.items() if numbers}
-        outputs = [one.mean_output for one in heard.values() if one.mean_output] or [0.0]
-        for name in said:
-            if name not in self._places:
-                self._add(name)
-        for name, one in heard.items():
-            if one.time > self._heard.get(name, 0.0):
+        with self._lock:
+            self._fingerprints = dict(fingerprints or {})
+            for name in [name for name in self._places if name not in said]:
+                self.lose(name)
+            heard = {name: Snapshot(**numbers) for name, numbers in said.items() if numbers}
+            outputs = [one.mean_output for one in heard.values() if one.mean_output] or [0.0]
+            for name in said:
+                if name not in self._places:
+                    self._add(name)
+            if any(self._roles):
+                for name, rank in (ranks or {}).items():
+                    role = Role.PROMPTS if rank < self._roles[0] else Role.DECODES
+                    self._fleet.set_role(self._places[name], role)
+            news = [name for name, one in heard.items() if one.time > self._heard.get(name, 0.0)]
+            for name in news:
+                one = heard[name]
                 self._heard[name] = one.time
                 length = one.mean_output or statistics.fmean(outputs)
                 self._fleet.hear(self._places[name], replace(one, mean_output=length))
+            self._listen(news, time.monotonic())
+            return news
 
-    def choose(self, routing_request: RoutingRequest, now: float) -> Hashable:
-        """The replica for a request. now: seconds, on the snapshots' clock. Raises NoReplica if
-        there is none."""
-        wanted, known = routing_request.fingerprint, self._fingerprints
-        unlike = [
-            place for name, place in self._places.items() if wanted and known.get(name) != wanted
-        ]
-        chosen = self._router.choose(routing_request, now, unlike)
-        return next(name for name, place in self._places.items() if place == chosen)
-
-    def sent(self, name: Hashable, routing_request: RoutingRequest, now: float) -> None:
-        """Counts a request as sent to the replica."""
-        if name in self._places:
-            self._fleet.send(self._places[name], routing_request, now)
-
-    def avoid(self, name: Hashable) -> None:
-        """Routes nothing to the replica until a new snapshot says that it takes requests."""
-        if name in self._places:
+    def _listen(self, news: Sequence[str], now: float) -> None:
+        """Notes who has news, and who had none for too long."""
+        self._news_at |= dict.fromkeys(news, now)
+        at = self._news_at
+        if max(at.values(), default=0.0) < now:  # nobody has any: news themselves are late
+            return
+        self.silent = frozenset(name for name, then in at.items() if now - then > SILENT_S)
+        for name in self.silent:
             self._fleet.lose(self._places[name])
 
-    def lose(self, name: Hashable) -> None:
-        """Forgets a replica that is gone."""
-        place = self._places.pop(name, None)
-        if place is not None:
-            self._heard.pop(name, None)
-            self._fleet.forget(place)
+    def choose(self, routing_request: RoutingRequest, now: float) -> str:
+        """The replica for a request. now: seconds, on the snapshots' clock. Raises NoReplica if
+        there is none."""
+        with self._lock:
+            unlike = self._unlike(routing_request)
+            return self._name(self._router.choose(routing_request, now, unlike))
 
-    def _add(self, name: Hashable) -> None:
+    def goes_on_at(self, here: str, routing_request: RoutingRequest, now: float) -> str | None:
+        """The replica at which a request goes on behind its prompt, counted as sent there; None for
+        where it is.
+
+        Args:
+            here: where that is.
+            routing_request: the request, its tokens counted as a prompt.
+            now: seconds, on the snapshots' clock.
+        """
+        with self._lock:
+            if not self.moves or here not in self._places:
+                return None
+            at, unlike = self._places[here], self._unlike(routing_request)
+            to = self._router.goes_on_at(at, routing_request, now, unlike)
+            if to == at:
+                return None
+            self._fleet.send(to, routing_request, now, moves=True)
+            return self._name(to)
+
+    def behind(self, here: str, there: Sequence[Sent], now: float) -> list[tuple[int, str]]:
+        """Which requests of a replica with news go on elsewhere, and where, since they would miss
+        their targets: counted as sent there. See `Router.behind`."""
+        with self._lock:
+            if not self.moves or here not in self._places:
+                return []
+            found = self._router.behind(self._places[here], there, now)
+            able = [(i, to) for i, to in found if to not in self._unlike(there[i].ask)]
+            return [(i, self._name(to)) for i, to in able]
+
+    def sent(
+        self, name: str, routing_request: RoutingRequest, now: float, *, moves: bool = False
+    ) -> None:
+        """Counts a request as sent to a replica.
+
+        Args:
+            name: the replica's.
+            routing_request: the request.
+            now: seconds, on the snapshots' clock.
+            moves: whether its cache comes along.
+        """
+        with self._lock:
+            if name in self._places:
+                self._fleet.send(self._places[name], routing_request, now, moves=moves)
+
+    def avoid(self, name: str) -> None:
+        """Routes nothing to the replica until a new snapshot says that it takes requests."""
+        with self._lock:
+            if name in self._places:
+                self._fleet.lose(self._places[name])
+
+    def lose(self, name: str) -> None:
+        """Forgets a replica that is gone."""
+        with self._lock:
+            place = self._places.pop(name, None)
+            if place is not None:
+                self._heard.pop(name, None)
+                self._news_at.pop(name, None)
+                self._fleet.forget(place)
+
+    def _name(self, place: int) -> str:
+        return next(name for name, known in self._places.items() if known == place)
+
+    def _unlike(self, ask: RoutingRequest) -> list[int]:
+        """Replicas that cannot go on with the request."""
+        wanted, known = ask.fingerprint, self._fingerprints
+        return [at for name, at in self._places.items() if wanted and known.get(name) != wanted]
+
+    def _add(self, name: str) -> None:
         if len(self._places) == len(self._fleet):
             self._fleet.grow(len(self._fleet))
         place = min({*range(len(self._fleet))} - {*self._places.values()})

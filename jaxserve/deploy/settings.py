@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from jaxserve.sched.routing.moves import parse_link, parse_roles
 from jaxserve.sched.routing.routers import ROUTERS
 
 ENGINE, INGRESS = "engine", "ingress"
@@ -15,18 +16,30 @@ ENGINE, INGRESS = "engine", "ingress"
 
 
 class Settings(BaseModel):
-    """flags: flags of serve.py for every replica; a text is split like in a shell. routing: a name
-    in `ROUTERS`. replicas: initial and least number; max_replicas: if larger, replicas are added
-    and removed by load. ingresses: number of processes that estimate the cost of calls, each with
-    its own router. hosts: number of hosts that serve the model together, as one replica. num_cpus,
-    num_gpus, resources: what Ray gives to each host. snapshot_s: seconds between a replica's
-    snapshots.
+    """Settings by name.
+
+    Attributes:
+        flags: flags of serve.py for every replica; a text is split like in a shell.
+        routing: a name in `ROUTERS`.
+        link: what a move between replicas costs, as `parse_link` reads it; "": requests move only
+            where they have to.
+        roles: how many replicas compute prompts, and how many what follows, as `parse_roles` reads
+            it; "": all do both.
+        replicas: initial and least number.
+        max_replicas: if larger, replicas are added and removed by load.
+        ingresses: number of processes that estimate the cost of calls, each with its own router.
+        hosts: number of hosts that serve the model together, as one replica.
+        num_cpus, num_gpus, resources: what Ray gives to each host.
+        snapshot_s: seconds between a replica's snapshots.
+        upscale_delay_s, downscale_delay_s: seconds that more, or fewer, replicas must be wanted.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     flags: list[str] = []
     routing: str = "slo"
+    link: str = ""
+    roles: str = ""
     replicas: int = Field(default=2, ge=1, le=1024)
     max_replicas: int = Field(default=0, ge=0, le=1024)
     ingresses: int = Field(default=1, ge=1, le=64)
@@ -51,6 +64,16 @@ class Settings(BaseModel):
         return value
 
     @property
+    def router(self) -> dict[str, Any]:
+        """The arguments of `SnapshotRouter`."""
+        link = parse_link(self.link) if self.link else None
+        return {
+            "routing": self.routing,
+            "link": link and [link.latency, link.per_token],
+            "roles": list(parse_roles(self.roles)) if self.roles else [0, 0],
+        }
+
+    @property
     def bundle(self) -> dict[str, float]:
         """Resources of each host, by Ray's names."""
         named = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
@@ -63,4 +86,17 @@ class Settings(BaseModel):
         if 0 < self.max_replicas < self.replicas:
             limits = f"must be 0 or at least replicas ({self.replicas})"
             raise ValueError(f"max_replicas: {limits}, got {self.max_replicas}")
+        if self.link:
+            parse_link(self.link)
+            if self.routing != "slo":
+                raise ValueError(f"link: is for routing slo, got {self.routing}")
+            if self.hosts > 1:
+                raise ValueError("link: a replica over several hosts sends no cache")
+        if self.roles:
+            count = sum(parse_roles(self.roles))
+            if not self.link:
+                raise ValueError("roles: needs link: what a move between replicas costs")
+            if self.max_replicas > self.replicas or count != self.replicas:
+                fixed = f"must be together replicas ({self.replicas}), without max_replicas"
+                raise ValueError(f"roles: {fixed}, got {self.roles}")
         return self

@@ -16,8 +16,8 @@ from prometheus_client.core import GaugeMetricFamily
 from jaxserve.client import make_embed_request, make_score_request
 from jaxserve.config import ConfigError
 from jaxserve.deploy.in_process import Status
-from jaxserve.deploy.relay import Unserved
-from jaxserve.deploy.replicas import AVOID, NOTHING, ROUTING_REQUEST
+from jaxserve.deploy.moves.relay import Unserved
+from jaxserve.deploy.replicas import NOTHING, ROUTING_REQUEST, WHERE
 from jaxserve.server.moves.resume_point import ResumePoint
 from jaxserve.server.proto import generation_pb2 as pb
 
@@ -238,7 +238,7 @@ WHOLE = [START, body(b"b", more=False)]
 def test_an_answer_is_whole_though_its_replica_ends(scripts: Sequence[Sequence[Any]]) -> None:
     handle = Handle(*scripts)
     assert http(handle, b"{}") == WHOLE
-    assert handle.calls[-1][1][AVOID] == (("b",) if FAILED in scripts[0] else ())
+    assert handle.calls[-1][1][WHERE].avoid == (("b",) if FAILED in scripts[0] else ())
 
 
 @pytest.mark.parametrize(

@@ -8,36 +8,19 @@ import urllib.request
 from dataclasses import asdict
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import Client, ServerError
 from jaxserve.deploy.local.cluster import Cluster
 from jaxserve_lab.experiments.scale_live.live import (
     LONG,
-    MODEL,
     STREAMS,
     Found,
     lines,
     measure,
 )
+from jaxserve_lab.experiments.scale_live.streams import MODEL, metric
 
 pytestmark = pytest.mark.ray
-
-
-def metric(cluster: Cluster, name: str, **labels: str) -> float:
-    """The sum over the replicas, each of which says whose it is."""
-    with urllib.request.urlopen(cluster.http.removesuffix("v1") + "metrics", timeout=60) as page:
-        text = page.read().decode()
-    found = [
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"jaxserve:{name}"
-        and sample.labels["replica"]
-        and labels.items() <= sample.labels.items()
-    ]
-    assert found, text
-    return sum(found)
 
 
 def hang_up(cluster: Cluster, client: Client) -> None:
@@ -89,7 +72,7 @@ def look(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    result = measure(look)
+    result = measure(look, kills=4)
     print("\n" + "\n".join(lines(result)))
     print(json.dumps(asdict(result)))
     return result
@@ -112,3 +95,15 @@ def test_no_stream_is_lost_with_a_replica(found: Found) -> None:
     killed = found.killed
     assert (killed.whole, killed.cut, killed.failed, killed.wrong) == (STREAMS, 0, 0, 0)
     assert 0 < killed.moved < STREAMS
+
+
+def test_prompts_apart_from_decodes_say_the_same(found: Found) -> None:
+    apart = found.apart
+    assert (apart.whole, apart.moved, apart.wrong) == (apart.streams, apart.streams, 0)
+
+
+def test_either_side_of_a_move_may_be_killed(found: Found) -> None:
+    """No stream ends early or says anything twice, and nothing is kept of those that moved."""
+    faults = found.faults
+    assert (faults.whole, faults.wrong, faults.left) == (faults.streams, 0, 0), faults
+    assert faults.moves >= faults.streams / 2

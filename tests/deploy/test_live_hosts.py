@@ -15,8 +15,8 @@ import pytest
 
 from jaxserve.deploy.local.cluster import Cluster, local_cluster
 from jaxserve.deploy.settings import Settings
-from jaxserve_lab.experiments.scale_live.live import FLAGS, MODEL, TOKENS
-from jaxserve_lab.experiments.scale_live.streams import Stream, client, many, stream
+from jaxserve_lab.experiments.scale_live.live import FLAGS, TOKENS
+from jaxserve_lab.experiments.scale_live.streams import MODEL, Stream, client, many, stream
 
 pytestmark = pytest.mark.ray
 

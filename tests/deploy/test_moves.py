@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from jaxserve.client import make_request
-from jaxserve.deploy import relay as relay_module
 from jaxserve.deploy import replica as replica_module
-from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost, Unserved
+from jaxserve.deploy.moves import relay as relay_module
+from jaxserve.deploy.moves.relay import Pieces, Relay, ReplicaLost, Unserved, Watch
+from jaxserve.deploy.moves.roster import Roster
+from jaxserve.deploy.moves.transport import Transport
 from jaxserve.deploy.replica import EngineReplica
-from jaxserve.deploy.replicas import NOTHING
+from jaxserve.deploy.replicas import NOTHING, Where
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
-from jaxserve.deploy.roster import Roster
-from jaxserve.deploy.transport import Transport
 from jaxserve.engine.errors import HostLost
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.server.moves import passage as passage_module
@@ -108,6 +108,8 @@ class Fleet:
     def __init__(self, replicas: Sequence[EngineReplica], *lost_after: int) -> None:
         self._replicas, self._lost_after = list(replicas), list(lost_after)
         self.points: list[ResumePoint] = []
+        self.wheres: list[Where] = []
+        self.watch: Watch | None = None
         self.leaving: set[str] = set()
         self.pages: list[Any] = []
 
@@ -128,8 +130,9 @@ class Fleet:
         return self._relay(send, grpc_response_kind)
 
     def _relay(self, send: Callable[[EngineReplica, bytes, Any], Pieces], tells: Any) -> Relay:
-        async def pieces(avoided: tuple[str, ...], point: ResumePoint, pages: Any) -> Pieces:
+        async def pieces(where: Where, point: ResumePoint, pages: Any) -> Pieces:
             self.pages.append(pages)
+            self.wheres.append(where)
             self.points.append(point.model_copy(deep=True))
             replica = self._replicas.pop(0)
             left = self._lost_after.pop(0) if self._lost_after else 10**9
@@ -148,7 +151,8 @@ class Fleet:
         def leaves(name: str, fingerprint: str) -> bool:
             return name in self.leaving and fingerprint == FINGERPRINT
 
-        return Relay(pieces, tells, ResumePoint(arrived=ARRIVED, key=KEY), leaves)
+        point = ResumePoint(arrived=ARRIVED, key=KEY)
+        return Relay(pieces, tells, point, leaves, watch=self.watch)
 
 
 def paced(replica: EngineReplica) -> None:

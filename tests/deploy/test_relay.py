@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from jaxserve.deploy import relay as module
-from jaxserve.deploy.relay import Pieces, Relay, ReplicaLost
+from jaxserve.deploy.moves import relay as module
+from jaxserve.deploy.moves.relay import Pieces, Relay, ReplicaLost
+from jaxserve.deploy.replicas import Where
 from jaxserve.server.moves import resume_point
 from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint
 
@@ -31,10 +32,8 @@ class Fleet:
     def unused(self) -> int:
         return len(self._scripts)
 
-    async def send(
-        self, avoided: tuple[str, ...], point: ResumePoint, pages: Mapping[bytes, Any]
-    ) -> Pieces:
-        self.avoided.append(avoided)
+    async def send(self, where: Where, point: ResumePoint, pages: Mapping[bytes, Any]) -> Pieces:
+        self.avoided.append(where.avoid)
         self.points.append(point.model_copy(deep=True))
         script = self._scripts.pop(0)
         try:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import pytest
 
 from jaxserve.client import make_embed_request, make_score_request
-from jaxserve.config import ConfigError
+from jaxserve.config import Config, ConfigError
 from jaxserve.deploy import replica as module
 from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Status
-from jaxserve.deploy.relay import Unserved
+from jaxserve.deploy.moves.relay import Unserved
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, SNAPSHOT, Replicas
 from jaxserve.engine.errors import HostLost
@@ -405,3 +405,19 @@ def test_its_metrics_are_those_of_a_server() -> None:
 def test_a_flag_that_means_nothing_here_is_refused(flag: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         run(lambda _: asyncio.sleep(0), Engine(), flag)
+
+
+def test_each_replica_records_to_a_file_of_its_own() -> None:
+    """With its name, since those of one host are given the same flags."""
+    configs: list[Config] = []
+
+    async def start() -> None:
+        flags = ["--config.engine.stall_s=0", "--config.engine.record=/tmp/served.jsonl"]
+        engine = Engine()
+        replica = EngineReplica(
+            flags, 1, lambda config: configs.append(config) or serving(engine), lambda: "r1"
+        )
+        await replica.stop()
+
+    asyncio.run(start())
+    assert configs[0].engine.record == "/tmp/served.jsonl.r1"

@@ -7,8 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxserve.deploy import replicas as module
 from jaxserve.deploy.replicas import Replicas
+from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import RoutingRequest
+from jaxserve.sched.routing.moves import Link
 from jaxserve.sched.routing.routers import ROUTERS, NoReplica
 from jaxserve.sched.routing.snapshot import Prices, Snapshot
 from jaxserve.sched.routing.take_snapshot import idle_snapshot
@@ -152,3 +155,64 @@ def test_what_others_have_begun_goes_only_to_their_like(routing: str) -> None:
     assert ROUTING_REQUEST.after(0, "fp") is ROUTING_REQUEST
     with pytest.raises(NoReplica):
         replicas.choose(ROUTING_REQUEST.after(30, "fp_of_another"), 1.1)
+
+
+LINK = Link(0.001, 1e-6)
+
+
+def test_a_request_goes_on_at_a_replica_with_the_role_for_it() -> None:
+    """A replica that takes the place of one that has gone has its rank, and so its role."""
+    replicas = Replicas("slo", link=LINK, roles=(1, 1))
+    fingerprints = {"a": "fp", "b": "fp"}
+    replicas.update({"a": said(1.0), "b": said(1.0)}, fingerprints, {"a": 1, "b": 0})
+    assert replicas.choose(ROUTING_REQUEST, 1.1) == "b"
+    begun = ROUTING_REQUEST.after(1, "fp")
+    assert replicas.goes_on_at("b", begun, 1.2) == "a"
+    assert replicas.goes_on_at("a", begun, 1.2) is None
+    replicas.update({"a": said(2.0), "c": said(2.0)}, {"a": "fp", "c": "fp_2"}, {"a": 1, "c": 0})
+    assert replicas.choose(ROUTING_REQUEST, 2.1) == "c"
+    assert replicas.goes_on_at("c", ROUTING_REQUEST.after(1, "fp_2"), 2.2) is None
+    assert replicas.goes_on_at("gone", begun, 2.2) is None
+
+
+def test_without_a_link_nothing_moves() -> None:
+    replicas = Replicas("slo")
+    replicas.update({"a": busy(1.0), "b": said(1.0)})
+    assert not replicas.moves
+    assert replicas.goes_on_at("a", ROUTING_REQUEST.after(1, ""), 1.1) is None
+    assert replicas.behind("a", [Sent(ROUTING_REQUEST, 0.0, 0.0, False)], 1.1) == []
+
+
+def test_who_says_nothing_while_others_do_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is, if nobody says anything: then the news are late."""
+    replicas, now = Replicas("slo"), [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    replicas.update({"a": said(1.0), "b": said(1.0)})
+    now[0] += 2 * module.SILENT_S
+    replicas.update({"a": said(1.0), "b": said(1.0)})
+    assert not replicas.silent
+    replicas.update({"a": said(1.0), "b": said(2.0)})
+    assert replicas.silent == {"a"} and replicas.choose(ROUTING_REQUEST, 2.1) == "b"
+    replicas.update({"a": said(3.0), "b": said(2.0)})
+    assert not replicas.silent and replicas.choose(ROUTING_REQUEST, 3.1) in "ab"
+    now[0] += 2 * module.SILENT_S
+    replicas.update({"b": said(4.0)})
+    assert not replicas.silent, "the other is gone"
+
+
+def test_one_that_waits_where_it_would_be_late_goes_where_it_is_in_time() -> None:
+    """It is counted there at once, and not again when it has been sent."""
+    replicas = Replicas("slo", link=LINK)
+    replicas.update({"a": said(1.0), "b": said(1.0), "c": said(1.0)}, dict.fromkeys("abc", "fp"))
+    there = [Sent(ROUTING_REQUEST, 1.8, 1.8, False) for _ in range(3)]
+    for one in there:
+        replicas.sent("a", one.ask, one.sent)
+    fingerprints = {"a": "fp", "b": "fp", "c": "fp_2"}
+    replicas.update({"a": busy(2.0), "b": said(2.0), "c": said(2.0)}, fingerprints)
+    left = replicas.behind("a", there, 2.0)
+    assert left and {to for _, to in left} <= {"b", "c"}
+    wanted = [Sent(ROUTING_REQUEST._replace(fingerprint="fp"), 9.8, 9.8, False)]
+    fresh = {"a": busy(10.0), "b": said(10.0), "c": said(10.0)}
+    replicas.update(fresh, fingerprints)
+    assert [to for _, to in replicas.behind("a", wanted, 10.0)] in ([], ["b"])
+    assert replicas.behind("gone", there, 2.0) == []

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from jaxserve.deploy.roster import Roster
+from jaxserve.deploy.moves.roster import Roster
 
 
 def test_a_replica_leaves_if_another_can_go_on() -> None:
-    roster, told = Roster(), list[int]()
-    roster.listen(lambda: told.append(1))
+    roster, told = Roster(), list[tuple[str, ...]]()
+    roster.listen(lambda heard, changed: told.append(tuple(heard)))
     assert not roster.leaves("a", "fp"), "nobody knows it yet"
     roster.update({"a": "fp", "b": "fp", "c": "fp_2"})
     roster.update({"a": "fp", "b": "fp", "c": "fp_2"})
@@ -21,3 +21,14 @@ def test_a_replica_leaves_if_another_can_go_on() -> None:
     assert roster.leaves("a", "fp") and roster.leaves("b", "fp")
     roster.update({})
     assert not roster.leaves("a", "fp"), "nobody is left"
+
+
+def test_it_passes_news_on_and_forgets_who_left_long_ago() -> None:
+    roster, told = Roster(), list[tuple[str, ...]]()
+    roster.listen(lambda heard, changed: told.append(tuple(heard)))
+    for number in range(2000):
+        roster.update({"a": "fp", f"b{number}": "fp"}, ["a"])
+    assert told == [("a",)] * 2000
+    roster.update({"a": "fp"})
+    assert roster.leaves("b1999", "fp") and not roster.leaves("b0", "fp")
+    assert len(roster._seen) < 1100

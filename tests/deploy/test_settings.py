@@ -32,6 +32,12 @@ def test_the_page_has_every_setting() -> None:
     assert named == set(Settings.model_fields)
 
 
+def test_a_link_and_roles_are_for_the_router() -> None:
+    assert Settings().router == {"routing": "slo", "link": None, "roles": [0, 0]}
+    made = Settings(link="2ms:5ms", roles="1:2", replicas=3).router
+    assert made == {"routing": "slo", "link": [0.002, 5e-6], "roles": [1, 2]}
+
+
 def test_flags_may_be_one_text() -> None:
     assert Settings(flags='--model="/a b" --policy=vllm').flags == ["--model=/a b", "--policy=vllm"]
 
@@ -50,6 +56,17 @@ def test_each_host_gets_what_is_said() -> None:
         ({"replicas": 0}, "replicas\n  .*greater than or equal to 1"),
         ({"hosts": 0}, "hosts\n  .*greater than or equal to 1"),
         ({"hosts": 2, "num_cpus": 0}, "num_cpus: with hosts, Ray has to reserve something"),
+        ({"link": "fast"}, "LATENCY:PER_1000 are two times, got 'fast'"),
+        (
+            {"link": "1ms:1ms", "routing": "two_choices"},
+            "link: is for routing slo, got two_choices",
+        ),
+        ({"link": "1ms:1ms", "hosts": 2}, "link: a replica over several hosts sends no cache"),
+        ({"roles": "1:1"}, "roles: needs link"),
+        ({"link": "1ms:1ms", "roles": "1:2"}, r"roles: must be together replicas \(2\)"),
+        ({"link": "1ms:1ms", "roles": "1:1", "max_replicas": 3}, "without max_replicas, got 1:1"),
+        ({"link": "1ms:1ms", "roles": "0:2"}, "at least 1 each"),
+        ({"link": "1ms:1ms", "roles": "9" * 400 + ":1"}, "two numbers of replicas"),
         ({"snapshot_s": 60}, "snapshot_s\n  .*less than or equal to 10"),
     ],
 )

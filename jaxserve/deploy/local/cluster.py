@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxserve.deploy.settings import ENGINE, Settings
 from jaxserve.server.daemon_thread import in_daemon_thread
@@ -16,7 +17,7 @@ from jaxserve.server.daemon_thread import in_daemon_thread
 HOST = "127.0.0.1"
 APP = "jaxserve"
 READY_S = 600.0  # until replicas serve; a first start compiles
-_SLOW = {
+SLOW = {
     # Ray Serve's own deadlines assume that processors are idle.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "120",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
@@ -107,11 +108,18 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Iterator[Cluster]:
-    """Runs a cluster with nothing deployed while the context lasts. cpus: number that Ray is told,
-    whatever the machine has. Ports: 0 takes free ones. Ray Serve's HTTP proxy listens on HOST only,
-    its gRPC proxy on all addresses, which cannot be changed."""
-    with _environment({**_SLOW, "RAY_USAGE_STATS_ENABLED": "0"}):
+def local_cluster(
+    *, cpus: int = 0, http_port: int = 0, grpc_port: int = 0, address: str = ""
+) -> Iterator[Cluster]:
+    """Runs a cluster with nothing deployed while the context lasts. Ray Serve's HTTP proxy listens
+    on HOST only, its gRPC proxy on all addresses, which cannot be changed.
+
+    Args:
+        cpus: number that Ray is told, whatever the machine has.
+        http_port, grpc_port: 0 takes free ones.
+        address: of a cluster that runs already, whose nodes are as they are; "" for a new one.
+    """
+    with environment({**SLOW, "RAY_USAGE_STATS_ENABLED": "0"}):
         import ray
         from ray import serve
         from ray.exceptions import RayError
@@ -119,14 +127,16 @@ def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Itera
         from jaxserve.deploy.ray import GRPC
 
         http, grpc = http_port or free_port(), grpc_port or free_port()
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=_STORE_BYTES,
-            _node_ip_address=HOST,
-        )
+        about: dict[str, Any] = {"address": address}
+        if not address:
+            about = {
+                "address": "local",
+                "num_cpus": cpus,
+                "include_dashboard": False,
+                "object_store_memory": _STORE_BYTES,
+                "_node_ip_address": HOST,
+            }
+        ray.init(log_to_driver=False, **about)
         try:
             with contextlib.suppress(RayError):  # a slow proxy comes later
                 serve.start(
@@ -141,7 +151,7 @@ def local_cluster(*, cpus: int, http_port: int = 0, grpc_port: int = 0) -> Itera
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment(values: dict[str, str]) -> Iterator[None]:
     """Sets these environment variables while the context lasts, unless they are set already."""
     ours = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(ours)

@@ -22,6 +22,9 @@ KEY_BYTES = 16
 """Bytes of `ResumePoint.key`, and of what is drawn with it."""
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Top = tuple[int, float]
+Why = Literal["", "lost", "drained", "prefilled", "late"]
+"""Why an answer goes on at another replica: the first was lost, or was to go; or another one is
+better for decodes, or is in time where the first is late."""
 
 
 class Begun(NamedTuple):
@@ -110,7 +113,7 @@ class ResumePoint(BaseModel):
     arrived: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     fingerprint: Annotated[str, Field(max_length=100)] = ""
     moved: Annotated[list[_Seconds], Field(max_length=_MOST_MOVES)] = []
-    why: Literal["", "lost", "drained"] = ""
+    why: Why = ""
     messages: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     outputs: Annotated[list[Progress], Field(max_length=_MOST_OUTPUTS)] = []
 

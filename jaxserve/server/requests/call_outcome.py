@@ -9,11 +9,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from jaxserve.engine.output import Output, Usage
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
+from jaxserve.server.moves.resume_point import Why
 from jaxserve.server.requests.engine_load import EngineLoad
 
 if TYPE_CHECKING:  # slow to import
@@ -226,7 +227,7 @@ class CallTracker:
     ) -> None:
         self.counts = {(method, outcome): 0 for method in methods for outcome in CallOutcome}
         self.lines = dict.fromkeys(CallOutcome, 0)
-        self.moved = {"lost": 0, "drained": 0}
+        self.moved = dict.fromkeys(filter(None, get_args(Why)), 0)
         self._sinks, self.logged, self._keeps_text = sinks, logged, keeps_text
         self._load, self._clock = load, clock
 

@@ -5,7 +5,8 @@
 
 A Ray cluster on this machine, replicas of the model in the box, OpenAI's client over the proxy: 1
 replica becomes 2 under load, one of them is killed under 200 streams, and there is 1 again when
-the load has gone. It takes two to three minutes on two idle cores. --out: where the numbers go,
+the load has gone; then streams move from one to another, and these are killed at 20 moments. It
+takes some ten minutes on two idle cores. --out: where the numbers go,
 from which `python -m jaxserve_lab.experiments.scale` writes a section of its page.
 """
 
@@ -25,34 +26,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from jaxserve.command_line import Parser
 from jaxserve.deploy.local.cluster import Cluster, local_cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.machine import machine
 from jaxserve.writable import check_file
+from jaxserve_lab.experiments.scale_live.moves import Apart, Faults, apart, faults
 from jaxserve_lab.experiments.scale_live.streams import (
-    Ask,
+    MODEL,
+    SEEDS,
     Stream,
     client,
-    many,
-    rpc,
+    mixed,
     stream,
     until,
 )
 
-MODEL = "tiny-stories"
 STREAMS, TOKENS = 200, 64
 LONG, LONG_TOKENS = 100, 192
 BEGUN = 20  # streams, at which a replica is killed: later, it may be done with all of its own
 MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
 ALONE = 20  # calls one after the other
+KILLS = 20  # at random moments, while streams move
 # Few steps to compile: this is about calls, not about speed.
 FLAGS = (
     "--config.scheduler.max_batch_tokens=256",
     "--config.engine.row_buckets=(16,)",
     "--config.engine.token_buckets=(256,)",
+    "--config.cache.host_gib=0.125",  # for moves
 )
 _CPUS = 2  # of Ray's count
 _SCALE_S = 300.0
@@ -149,6 +150,8 @@ class Found:
         killed: With one of the two killed.
         down: From two to one.
         drained: With one of two removed under long streams.
+        apart: With prompts at one, and what follows at the other.
+        faults: With those killed while streams move.
     """
 
     machine: dict[str, Any]
@@ -158,6 +161,8 @@ class Found:
     killed: Killed
     down: Scaled
     drained: Drained
+    apart: Apart
+    faults: Faults
 
 
 def settings(replicas: int = 1, max_replicas: int = 2) -> Settings:
@@ -172,9 +177,16 @@ def settings(replicas: int = 1, max_replicas: int = 2) -> Settings:
     )
 
 
-def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
-    """Measures everything on a cluster of its own. also: called once the first replica serves.
-    Raises NotReady."""
+def measure(also: Callable[[Cluster], None] = lambda _: None, kills: int = KILLS) -> Found:
+    """Measures everything on a cluster of its own.
+
+    Args:
+        also: Called once the first replica serves.
+        kills: As of `faults`.
+
+    Raises:
+        NotReady: The cluster does not come up.
+    """
     where = machine()
     with local_cluster(cpus=_CPUS) as cluster:
         ready = cluster.deploy(settings())
@@ -185,8 +197,10 @@ def measure(also: Callable[[Cluster], None] = lambda _: None) -> Found:
         killed = _killed(cluster)
         down = _scaled(cluster, 2, 1, FEW, text)
         drained = drain(cluster)
+        moved = apart(cluster, settings(2, 0))
+        faulty = faults(cluster, kills)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
-    return Found(where, ready, ttft, up, killed, down, drained)
+    return Found(where, ready, ttft, up, killed, down, drained, moved, faulty)
 
 
 async def _alone(cluster: Cluster) -> list[Stream]:
@@ -224,42 +238,6 @@ def _scaled(cluster: Cluster, before: int, after: int, clients: int, text: str) 
     failed = sum(bool(call.error) for call in calls)
     wrong = sum(call.text != text for call in calls if not call.error)
     return Scaled((before, after), seconds, len(calls), failed, wrong)
-
-
-SEEDS = (None, 0, None, 1, 2)  # of the streams, one after the other; every fifth is over gRPC
-
-
-async def mixed(
-    cluster: Cluster,
-    count: int,
-    tokens: int,
-    when: int = 0,
-    then: Callable[[], None] = lambda: None,
-    *,
-    alike: bool = True,
-) -> list[Stream]:
-    """Streams over HTTP and gRPC at once, greedy ones and drawn ones.
-
-    Args:
-        cluster: Who answers.
-        count: Number of streams.
-        tokens: Of each.
-        when, then: As in `many`.
-        alike: Whether they have SEEDS in turn; otherwise each is drawn, with a seed of its own.
-    """
-    options = (("grpc.enable_http_proxy", 0),)
-    async with (
-        client(cluster.http) as api,
-        grpc.aio.insecure_channel(cluster.grpc, options=options) as channel,
-    ):
-
-        def ask(number: int) -> Ask:
-            seed = SEEDS[number % len(SEEDS)] if alike else number
-            if number % len(SEEDS) == len(SEEDS) - 1:
-                return lambda on_first: rpc(channel, tokens, on_first, seed)
-            return lambda on_first: stream(api, MODEL, tokens, on_first, seed)
-
-        return await many(list(map(ask, range(count))), when, then)
 
 
 def _killed(cluster: Cluster) -> Killed:
@@ -350,6 +328,17 @@ def lines(found: Found) -> list[str]:
         f"the longest took {drained.longest:.1f} s: its process ended after {drained.seconds:.1f} "
         f"s; {drained.moved} moved, {drained.failed} failed, {drained.wrong} wrong; gaps of at "
         f"most {drained.gap:.2f} s, {drained.usual_gap:.2f} s without"
+    )
+    moved, faulty = found.apart, found.faults
+    told.append(
+        f"prompts at one, decodes at the other: {moved.moved} of {moved.streams} moved, "
+        f"{moved.whole} whole, {moved.wrong} wrong; gaps of at most {moved.gap:.2f} s, "
+        f"{moved.usual_gap:.2f} s without"
+    )
+    told.append(
+        f"either of them killed {faulty.kills} times meanwhile: {faulty.whole} of {faulty.streams} "
+        f"streams whole, {faulty.wrong} wrong, {faulty.moves} moves, gaps of at most "
+        f"{faulty.gap:.2f} s; {faulty.left} blocks or slots of host memory still in use"
     )
     return told
 

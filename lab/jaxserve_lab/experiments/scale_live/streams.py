@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import make_request
+from jaxserve.deploy.local.cluster import Cluster
 from jaxserve.server.proto import generation_pb2_grpc
 
+MODEL = "tiny-stories"
 PROMPT = "Once upon a time"
+LONG_PROMPT = 8 * "Once upon a time there was a little girl named Lily. "  # several blocks
 TIMEOUT_S = 300.0
 
 
@@ -71,8 +76,9 @@ async def stream(
     max_tokens: int,
     on_first: Callable[[], None] = lambda: None,
     seed: int | None = None,
+    prompt: str = PROMPT,
 ) -> Stream:
-    """Streams one completion of PROMPT.
+    """Streams one completion.
 
     Args:
         api: The client.
@@ -80,12 +86,13 @@ async def stream(
         max_tokens: Of the completion.
         on_first: Called when the first piece arrives.
         seed: Of its draws; None: it is greedy.
+        prompt: What it completes.
     """
     found = Stream()
     try:
         chunks = await api.completions.create(
             model=model,
-            prompt=PROMPT,
+            prompt=prompt,
             max_tokens=max_tokens,
             temperature=0 if seed is None else 1,
             seed=seed,
@@ -105,16 +112,17 @@ async def rpc(
     max_tokens: int,
     on_first: Callable[[], None] = lambda: None,
     seed: int | None = None,
+    prompt: str = PROMPT,
 ) -> Stream:
     """The same over gRPC.
 
     Args:
         channel: To the server.
-        max_tokens, on_first, seed: As in `stream`.
+        max_tokens, on_first, seed, prompt: As in `stream`.
     """
     found = Stream()
     temperature = 0.0 if seed is None else 1.0
-    message = make_request(PROMPT, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    message = make_request(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed)
     call = generation_pb2_grpc.GenerationStub(channel).Generate(message, timeout=TIMEOUT_S)
     try:
         async for answer in call:
@@ -169,3 +177,65 @@ async def until(
             ended.append(await stream(api, model, max_tokens))
 
     await asyncio.gather(*(one() for _ in range(clients)))
+
+
+SEEDS = (None, 0, None, 1, 2)  # of the streams, one after the other; every fifth is over gRPC
+
+
+async def mixed(
+    cluster: Cluster,
+    count: int,
+    tokens: int,
+    when: int = 0,
+    then: Callable[[], None] = lambda: None,
+    *,
+    alike: bool = True,
+    prompt: str = PROMPT,
+) -> list[Stream]:
+    """Streams over HTTP and gRPC at once, greedy ones and drawn ones.
+
+    Args:
+        cluster: Who answers.
+        count: Number of streams.
+        tokens: Of each.
+        when, then: As in `many`.
+        alike: Whether they have SEEDS in turn; otherwise each is drawn, with a seed of its own.
+        prompt: Of all.
+    """
+    options = (("grpc.enable_http_proxy", 0),)
+    async with (
+        client(cluster.http) as api,
+        grpc.aio.insecure_channel(cluster.grpc, options=options) as channel,
+    ):
+
+        def ask(number: int) -> Ask:
+            seed = SEEDS[number % len(SEEDS)] if alike else number
+            if number % len(SEEDS) == len(SEEDS) - 1:
+                return lambda on_first: rpc(channel, tokens, on_first, seed, prompt)
+            return lambda on_first: stream(api, MODEL, tokens, on_first, seed, prompt)
+
+        return await many(list(map(ask, range(count))), when, then)
+
+
+def metric(cluster: Cluster, name: str, **labels: str) -> float:
+    """The sum of a metric over the replicas, each of which says whose it is.
+
+    Args:
+        cluster: Where they are.
+        name: Of the metric, without the product's.
+        labels: Which samples count.
+    """
+    page = cluster.http.removesuffix("v1") + "metrics"
+    with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
+        text = answer.read().decode()
+    found = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"jaxserve:{name}"
+        and sample.labels["replica"]
+        and labels.items() <= sample.labels.items()
+    ]
+    if not found:
+        raise LookupError(f"no metric {name} with {labels}")
+    return sum(found)

@@ -1,0 +1,1 @@
+"""Answers that go on at another replica, as the ingress and its replicas see it."""

@@ -1,0 +1,315 @@
+"""Answers that move while their replicas are well, as a router decides."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.deploy.moves import mover as module
+from jaxserve.deploy.moves.mover import Mover
+from jaxserve.deploy.moves.relay import Relay
+from jaxserve.deploy.moves.transport import Transport
+from jaxserve.deploy.replica import EngineReplica
+from jaxserve.sched.routing.behind import Sent
+from jaxserve.sched.routing.fleet import RoutingRequest
+from tests.deploy.engine import Engine
+from tests.deploy.test_moves import FINGERPRINT, Fleet, Paced, events, served
+
+LONG = 200
+ASK = RoutingRequest(2, ttft=1.0, tbt=0.1)
+
+
+class Decides:
+    """A router that has one thing to say."""
+
+    def __init__(self, to: str | None = None, late: Sequence[tuple[int, str]] = ()) -> None:
+        self.to, self.late, self.silent = to, list(late), frozenset[str]()
+        self.at: dict[str, str] = {}
+        self.moves = True
+        self.asked: list[tuple[str, RoutingRequest]] = []
+        self.there: list[tuple[str, list[Sent]]] = []
+
+    def goes_on_at(self, here: str, ask: RoutingRequest, now: float) -> str | None:
+        self.asked.append((here, ask))
+        return None if here == self.to else self.to
+
+    def behind(self, here: str, there: Sequence[Sent], now: float) -> list[tuple[int, str]]:
+        self.there.append((here, list(there)))
+        late, self.late = self.late, []
+        return late
+
+
+Talk = Callable[[Mover, Fleet, Relay], AsyncGenerator[Any, None]]
+
+
+async def whole(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+    async for piece in relay.pieces():
+        yield piece
+
+
+def said(
+    decides: Decides,
+    engines: Sequence[Engine],
+    talk: Talk = whole,
+    hand_over: Callable[[EngineReplica, str], Any] = lambda replica, key: replica.hand_over(key),
+    lost_after: Sequence[int] = (),
+    **body: Any,
+) -> tuple[str, Fleet]:
+    """The text of an answer, and who said it. lost_after: as of `Fleet`."""
+    fleets: list[Fleet] = []
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        fleet = Fleet(replicas, *lost_after)
+        fleets.append(fleet)
+        by_name = {f"r{i}": replica for i, replica in enumerate(replicas)}
+
+        async def hand(name: str, key: str) -> bool:
+            return bool(await hand_over(by_name[name], key))
+
+        mover = Mover(lambda: decides, hand)  # type: ignore[arg-type, return-value]
+        fleet.watch = mover
+        asked = {"prompt": "Hi", "max_tokens": LONG, "stream": True, **body}
+        relay = fleet.http("/v1/completions", asked)
+        mover.add(relay, ASK)
+        async for piece in talk(mover, fleet, relay):
+            yield piece
+        mover.discard(relay)
+        await asyncio.gather(*mover._tasks)
+        assert not (mover._tasks or mover._calls or mover._there or decides.at)
+
+    told = events(served(call, engines))
+    texts = [choice["text"] for each in told for choice in each["choices"]]
+    return "".join(texts), fleets[0]
+
+
+NEVER = 10**9
+TEXT = "".join(f" w{k}" for k in range(LONG))
+
+
+@pytest.mark.promise(48)
+def test_an_answer_goes_on_elsewhere_behind_its_prompt() -> None:
+    """With what is cached of it, and nobody reads another word for that."""
+    first, second, decides = Paced().run(), Paced().run(), Decides("r1")
+    first.cache = {b"k" * 16: np.arange(8.0)}
+    text, fleet = said(decides, [first, second])
+    assert text == TEXT
+    (point,) = fleet.points[1:]
+    assert (point.why, len(point.moved), fleet.wheres[1].to) == ("prefilled", 1, "r1")
+    ((here, ask),) = decides.asked
+    assert here == "r0" and ask == ASK.after(1, FINGERPRINT)
+    (request,) = second.requests
+    assert [*request.pages] == [b"k" * 16] and len(first.cancelled) == 1
+
+
+def test_it_stays_where_the_router_leaves_it() -> None:
+    first, decides = Paced().run(), Decides(None)
+    text, fleet = said(decides, [first])
+    assert text == TEXT and len(fleet.points) == 1 and len(decides.asked) == 1
+
+
+def test_continuations_move_once_all_have_begun() -> None:
+    first, second, decides = Paced().run(), Paced().run(), Decides("r1")
+    tokens: list[list[int]] = []
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        relay._sequences = 2
+        prefilled = mover.prefilled
+
+        def noted(one: Relay) -> None:
+            tokens.append([len(each.tokens) for each in one.point.outputs])
+            prefilled(one)
+
+        mover.prefilled = noted  # type: ignore[method-assign]
+        async for piece in relay.pieces():
+            yield piece
+
+    _, fleet = said(decides, [first, second], talk, n=2)
+    assert len(fleet.points) == 2
+    assert len(tokens) == 1 and len(tokens[0]) == 2 and all(tokens[0])
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_one_that_is_late_goes_elsewhere(begun: bool) -> None:
+    """One that waits has nothing to take along."""
+    first = Paced() if begun else Engine()
+    second, decides = Paced().run(), Decides(late=[(0, "r1")])
+    if begun:
+        first.run()
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        if not begun:
+
+            async def later() -> None:
+                while not relay.replica:  # until it says that it has the call
+                    await asyncio.sleep(0)
+                mover.heard(["r1"], False)
+                mover.heard(["r0"], False)
+
+            waiting = asyncio.create_task(later())
+        async for piece in relay.pieces():
+            yield piece
+            if begun and not decides.there:
+                mover.heard(["r0"], False)
+        if not begun:
+            await waiting
+        await asyncio.to_thread(first.wait, lambda: not first.live)
+
+    text, fleet = said(decides, [first, second], talk)
+    assert text == TEXT and len(first.cancelled) == 1
+    assert fleet.wheres[1].to == "r1" and bool(fleet.points[1].outputs) == begun
+    assert fleet.points[1].why == ("late" if begun else "")
+    ((here, (sent,)),) = decides.there
+    assert here == "r0" and sent.begun == begun and sent.sent >= sent.arrived
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_one_whose_replica_is_out_of_reach_goes_elsewhere(begun: bool) -> None:
+    """Though nobody knows whether it has died, and with what the client has."""
+    first, second, decides = Paced(), Paced().run(), Decides()
+    decides.silent = frozenset({"r0"})
+    first.run() if begun else None
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        async def later() -> None:
+            while not relay.replica or (begun and not relay.point.outputs):
+                await asyncio.sleep(0)
+            decides.at[relay.point.key] = "r0"
+            mover.heard(["r1"], False)
+
+        waiting = asyncio.create_task(later())
+        async for piece in relay.pieces():
+            yield piece
+        await waiting
+
+    text, fleet = said(decides, [first, second], talk)
+    assert text == TEXT and bool(fleet.points[1].outputs) == begun
+    assert fleet.points[1].why == ("lost" if begun else "")
+
+
+async def _raises(replica: EngineReplica, key: str) -> bool:
+    raise ConnectionError("it has died")
+
+
+@pytest.mark.parametrize(
+    "hand_over", [lambda replica, key: replica.hand_over("00" * 16), _raises], ids=["false", "lost"]
+)
+def test_what_its_replica_does_not_leave_stays(hand_over: Any) -> None:
+    text, fleet = said(Decides("r1"), [Paced().run()], hand_over=hand_over)
+    assert text == TEXT and len(fleet.points) == 1
+
+
+def test_a_replica_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEAVE_S", 0.01)
+
+    async def silent(replica: EngineReplica, key: str) -> bool:
+        await asyncio.Event().wait()
+        return True
+
+    first = Paced()
+    held = threading.Event()
+    step = first.step
+
+    def stalls() -> None:  # behind its first token
+        if first.told:
+            held.wait(60)
+        step()
+
+    first.step = stalls  # type: ignore[method-assign]
+    try:
+        text, fleet = said(
+            Decides("r1"), [first.run(), Paced().run()], whole_then(held.set), hand_over=silent
+        )
+    finally:
+        held.set()
+    assert text == TEXT and fleet.pages[1] is None and fleet.wheres[1].to == "r1"
+
+
+def whole_then(end: Callable[[], None]) -> Talk:
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        async for piece in relay.pieces():
+            yield piece
+        end()
+
+    return talk
+
+
+def test_a_client_that_goes_in_the_middle_ends_it_everywhere() -> None:
+    """The replica that has left it, too."""
+    first, second = Paced().run(), Paced().run()
+    engines = [first, second]
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        pieces, count = relay.pieces(), 0
+        async for piece in pieces:
+            yield piece
+            count += len(fleet.points) > 1
+            if count == 2:
+                break
+        await pieces.aclose()
+        for engine in engines:
+            await asyncio.to_thread(engine.wait, lambda engine=engine: not engine.live)
+
+    text, _ = said(Decides("r1"), engines, talk)
+    assert TEXT.startswith(text) and [len(one.cancelled) for one in engines] == [1, 1]
+
+
+class Tampers(Transport):
+    """What is put comes late, not at all, or as something else."""
+
+    def __init__(self, fault: str) -> None:
+        self._fault = fault
+
+    def put(self, pages: Any) -> Any:
+        if self._fault == "not put":
+            raise MemoryError("the object store is full")
+        return super().put(pages)
+
+    def get(self, handle: Any) -> Any:
+        if self._fault == "not got":
+            raise ConnectionError("its owner has died")
+        pages = super().get(handle)
+        return {} if self._fault == "empty" else pages
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    source=st.one_of(st.just(NEVER), st.integers(2, 8)),
+    destination=st.one_of(st.just(NEVER), st.integers(0, 6)),
+    pages=st.sampled_from(["", "not put", "not got", "empty"]),
+    takes=st.sampled_from(["", "full", "another model"]),
+)
+@pytest.mark.promise(48)
+def test_either_side_may_fail_at_any_moment_of_a_move(
+    source: int, destination: int, pages: str, takes: str
+) -> None:
+    """Or be full, or serve another model by now: no token is lost, and none comes twice."""
+    engines = [Paced().run() for _ in range(5)]
+    for engine in engines:
+        engine.cache = {b"k" * 16: np.arange(8.0)}
+    if takes == "full":
+        engines[1].max_requests = 0
+    elif takes:
+        engines[1].served = dataclasses.replace(engines[1].served, system_fingerprint="fp_2")
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        for replica in fleet._replicas:
+            replica._transport = Tampers(pages)
+        async for piece in relay.pieces():
+            yield piece
+        for engine in engines:
+            await asyncio.to_thread(engine.wait, lambda engine=engine: not engine.live)
+
+    text, fleet = said(
+        Decides("r1"), engines, talk, lost_after=[source, destination, NEVER], max_tokens=50
+    )
+    assert text == "".join(f" w{k}" for k in range(50))
+    told = [[token for one in point.outputs for token in one.tokens] for point in fleet.points]
+    assert all(one == [*range(100, 100 + len(one))] for one in told)
