@@ -171,9 +171,10 @@ class Replicas:
         with self._lock:
             if not self.moves or here not in self._places:
                 return []
-            found = self._router.behind(self._places[here], there, now)
-            able = [(i, to) for i, to in found if to not in self._unlike(there[i].ask)]
-            return [(i, self._name(to)) for i, to in able]
+            begun = next((one.ask for one in there if one.ask.fingerprint), NOTHING)
+            unlike = self._unlike(begun)  # all of them are of the same system
+            found = self._router.behind(self._places[here], there, now, unlike)
+            return [(index, self._name(to)) for index, to in found]
 
     def sent(
         self, name: str, routing_request: RoutingRequest, now: float, *, moves: bool = False
