@@ -34,7 +34,8 @@ MIB = 2**20
 DIGITS = 9  # digits of seconds after the point
 MOST_TOOLS = 1 << 12  # remembered; one that has not run for longer gets a new number
 
-_Told = StepStats | RequestStats | tuple[int, Request, ProgramCall | None]
+_Moved = tuple[int, int, int]  # number, and tokens generated elsewhere and cached
+_Told = StepStats | RequestStats | tuple[int, Request, ProgramCall | None, _Moved | None]
 _STEP_NUMBERS = [n for n in recording.Step._fields if n not in ("end", "features", "received")]
 
 
@@ -107,6 +108,7 @@ class Recorder(Observer):
         self._tools = OrderedDict[tuple[str, tuple[str, ...]], int]()
         self._num_tools = 0
         self._call: tuple[int, ProgramCall] | None = None  # of the next arrival
+        self._moved: _Moved | None = None  # likewise
         self._thread = threading.Thread(target=self._run, name="jaxserve-recorder", daemon=True)
         self._thread.start()
 
@@ -114,10 +116,16 @@ class Recorder(Observer):
         """Keeps the call for its arrival."""
         self._call = number, call
 
+    def on_moved(self, number: int, generated: int, cached: int) -> None:
+        """Keeps that for its arrival."""
+        self._moved = number, generated, cached
+
     def on_arrival(self, number: int, request: Request) -> None:
-        """Records the request's lengths and options, and its program."""
+        """Records the request's lengths and options, its program, and what it brings."""
         told, self._call = self._call, None
-        self._tell((number, request, told[1] if told and told[0] == number else None))
+        moved, self._moved = self._moved, None
+        call = told[1] if told and told[0] == number else None
+        self._tell((number, request, call, moved if moved and moved[0] == number else None))
 
     def on_step(self, stats: StepStats) -> None:
         """Records the step's shape and times."""
@@ -157,11 +165,18 @@ class Recorder(Observer):
         match what:
             case RequestStats():
                 self._prefixes.wrote(what.number, what.block_keys)
-            case number, request, call:
+            case number, request, call, moved:
                 assert isinstance(event, recording.Arrival)
                 if name := request.adapter:
                     event = event._replace(
                         adapter=self._adapters.setdefault(name, len(self._adapters) + 1)
+                    )
+                if moved is not None:
+                    since = request.moved[-1] if request.moved else 0.0
+                    event = event._replace(
+                        came=round(event.time + since, DIGITS),
+                        elsewhere=moved[1],
+                        brought=moved[2],
                     )
                 if call is not None:
                     event = event._replace(
@@ -208,7 +223,7 @@ def _event(what: _Told, start: float) -> recording.Event:
             return recording.End(
                 what.number, what.output_tokens, reason, what.preemptions, lifetime, *drafts
             )
-        case number, request, _:
+        case number, request, _, _:
             return recording.Arrival(
                 number,
                 round(request.arrival - start, DIGITS),

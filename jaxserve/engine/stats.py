@@ -324,6 +324,15 @@ class Observer:
         """The continuation that arrives next is a call of a program. Only a call's first one has
         its pause. number: the continuation's, see `on_arrival`, which follows."""
 
+    def on_moved(self, number: int, generated: int, cached: int) -> None:
+        """The continuation that arrives next has moved here from another engine.
+
+        Args:
+            number: As for `on_arrival`, which follows.
+            generated: Tokens that other engines have generated of it.
+            cached: Tokens, from the first on, whose cached blocks came along.
+        """
+
     def on_stop(self) -> None:
         """The engine has stopped. No other call follows."""
 

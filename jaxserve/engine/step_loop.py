@@ -205,14 +205,14 @@ class StepLoop:
                 mine.append(one)
                 left.pop(0)
                 self.live[one.row] = one
-                self._adopt(one.row, command.pages)
+                brought = self._adopt(one, command.pages)
                 if command.replays:
                     one.replay(*command.replays[index])
                 if before and one.speculator is not None:
                     self._propose(one, one.speculator, before)
                 self._received += 1
                 self._newcomers.append(one)
-                self._tell_arrival(one)
+                self._tell_arrival(one, len(before), brought)
         except BaseException as error:
             self._refuse(command, mine, left, error)
         if not mine:
@@ -246,11 +246,13 @@ class StepLoop:
         most = min(sampling.max_tokens, MOST_COUNTED if has_penalty(sampling) else sys.maxsize)
         return Speculator(command.drafting[index], self._rates.of(request.tenant), most)
 
-    def _tell_arrival(self, one: Continuation) -> None:
+    def _tell_arrival(self, one: Continuation, before: int, brought: int) -> None:
         call = self._scheduler.programs.call_of(one.row)
         if call is not None:
             told = call._replace(pause=None) if one.index else call
             self.observers.notify(lambda observer: observer.on_program_call(one.number, told))
+        if one.request.moved or before:
+            self.observers.notify(lambda observer: observer.on_moved(one.number, before, brought))
         self.observers.notify(lambda observer: observer.on_arrival(one.number, one.request))
 
     def _refuse(
@@ -295,12 +297,16 @@ class StepLoop:
                     self._executor.discard(save.keys)
         return sent
 
-    def _adopt(self, row: int, pages: Mapping[bytes, np.ndarray]) -> None:
-        """Keeps the cached blocks that came along with a continuation, as far as they fit."""
-        executor = self._executor
-        if pages and executor.sends:
-            fitting = {key: page for key, page in pages.items() if executor.fits(page)}
-            executor.keep(dict(self._scheduler.adopt(row, fitting)))
+    def _adopt(self, one: Continuation, pages: Mapping[bytes, np.ndarray]) -> int:
+        """Keeps the cached blocks that came along with a continuation, as far as they fit. Returns
+        how many tokens they are, from the first on."""
+        executor, chain = self._executor, one.block_keys
+        if not pages or not executor.sends or chain is None:
+            return 0
+        fitting = {key: page for key, page in pages.items() if executor.fits(page)}
+        executor.keep(dict(self._scheduler.adopt(one.row, fitting)))
+        brought = itertools.takewhile(fitting.__contains__, chain.keys)
+        return sum(1 for _ in brought) * self._scheduler.pool.block_size
 
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         """See `ProgramTable.note_tools`."""

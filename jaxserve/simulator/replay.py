@@ -42,6 +42,7 @@ from jaxserve.simulator.workloads.prefixes import NO_PREFIX, Prefixes
 from jaxserve.simulator.workloads.programs import NO_PROGRAM, NO_TOOL, Programs
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 
+LEAST_LEFT = 1e-6  # seconds of a target that has passed
 _NUMBERS = tuple(name for name in Step._fields if name not in ("features", "received"))
 
 
@@ -248,7 +249,8 @@ class Traffic:
 def traffic_of(recording: Recording) -> Traffic:
     """The requests, from the first arrival on. Requests that are older than the recording arrive at
     its start, with their generated tokens as part of their prompts and without TTFT or JCT targets.
-    Raises RecordingError if no request wrote a token."""
+    Those of other engines come when they moved, likewise, with the cached blocks that they brought
+    and what was left of their targets. Raises RecordingError if no request wrote a token."""
     seen = np.unique(recording.token_request, return_counts=True)
     tokens = dict(zip(*(column.tolist() for column in seen), strict=True))
     outputs = {number: _output(recording, number, tokens) for number in recording.arrivals}
@@ -265,6 +267,9 @@ def traffic_of(recording: Recording) -> Traffic:
     early = [one.carried > 0 for one in there]
     if any(early):
         notes.append(f"{sum(early)} requests are older than the recording: they come at its start")
+    moved = sum(one.came is not None for one in there)
+    if moved:
+        notes.append(f"{moved} requests came from other engines: they go on where they were")
     count = np.array([outputs[one.number] for one in there], np.int64)
     return Traffic(_workload(recording, there, count), tuple(notes))
 
@@ -366,18 +371,25 @@ def _output(recording: Recording, number: int, tokens: dict[int, int]) -> int:
     end = recording.ends.get(number)
     if end is None:
         return tokens.get(number, 0)
-    return end.tokens - recording.arrivals[number].written
+    arrival = recording.arrivals[number]
+    return end.tokens - arrival.written - arrival.elsewhere
 
 
 def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray) -> Workload:
     """there: in order of arrival."""
-    time = np.array([_begin(recording, one) for one in there])
+    # Whoever moved is behind who came meanwhile.
+    time = np.maximum.accumulate([_begin(recording, one) for one in there])
     early = np.array([one.carried > 0 for one in there])
-    written = np.array([one.written for one in there], np.int64)
+    elsewhere = np.array([one.elsewhere for one in there], np.int64)
+    written = np.array([one.written for one in there], np.int64) + elsewhere
+    moved = np.array([one.came is not None for one in there])
     targets = {
         name: np.array([getattr(one, name) or np.inf for one in there]) for name in ALL_TARGETS
     }
-    targets["ttft"][early] = targets["jct"][early] = np.inf
+    gone = np.where(moved, time - [one.time for one in there], 0.0)
+    for name in ("ttft", "jct"):
+        targets[name] = np.where(early, np.inf, np.maximum(targets[name] - gone, LEAST_LEFT))
+    targets["ttft"][elsewhere > 0] = np.inf
     tier = np.array([one.tier for one in there], np.int8)
     greedy = np.array([one.greedy > 0 for one in there])
     names = [one.slo_class for one in there]
@@ -404,6 +416,7 @@ def _workload(recording: Recording, there: list[Arrival], output_len: np.ndarray
         prefixes=_within_lengths(prefixes, prompt, output_len),
         guessable=guessable,
         adapter=np.array([one.adapter for one in there], np.int64),
+        brought=np.where(early, 0, [one.brought for one in there]),
         programs=_programs(recording, there),
     )
 
@@ -480,4 +493,4 @@ def _within_lengths(prefixes: Prefixes, prompt: np.ndarray, output: np.ndarray) 
 
 
 def _begin(recording: Recording, arrival: Arrival) -> float:
-    return max(recording.start, arrival.time)
+    return max(recording.start, arrival.time if arrival.came is None else arrival.came)

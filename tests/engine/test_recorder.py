@@ -69,15 +69,22 @@ class Story:
         self.now = 100.0
         self.recorder = Recorder(path, header, max_bytes, lambda: self.now, depth)
 
-    def arrive(self, number: int, adapter: str = "") -> None:
+    def arrive(
+        self, number: int, adapter: str = "", moved: tuple[float, int, int] | None = None
+    ) -> None:
+        """moved: how long ago it came to another engine, and what this one is told."""
         params = SamplingParams(max_tokens=50, temperature=float(number % 2))
         name, tier = ("interactive", "offline")[number % 2], Tier(number % 2)
         prompt = (7,) * (number + 1)
         request = Request(
             f"secret-{number}", prompt, params, TARGETS, tier, slo_class=name, value=3.0
         )
-        request = dataclasses.replace(request, adapter=adapter)
-        self.recorder.on_arrival(number, dataclasses.replace(request, arrival=self.now))
+        request = dataclasses.replace(request, adapter=adapter, arrival=self.now)
+        if moved is not None:
+            since, *told = moved
+            request = dataclasses.replace(request, arrival=self.now - since, moved=(0.1, since))
+            self.recorder.on_moved(number, *told)
+        self.recorder.on_arrival(number, request)
 
     def step(self, *received: int, **drafts: Any) -> None:
         self.now += 1.0
@@ -137,6 +144,48 @@ def test_what_is_told_is_read_again(tmp_path: Path) -> None:
     assert served.requests.preemptions.tolist() == [2, 2]
     assert served.batches.start[0] == pytest.approx(0.1)
     assert "secret" not in path.read_text()
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 4000])
+def test_what_comes_from_another_engine_goes_on_where_it_was(
+    max_bytes: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "served.jsonl"
+    story = Story(path, max_bytes)
+    story.arrive(0)
+    story.step(0)
+    story.arrive(1, moved=(3.0, 20, 12))  # it came before the engine began
+    story.arrive(2, moved=(0.2, 0, 0))  # it had no token yet
+    story.arrive(3)
+    for _ in range(11):
+        story.step(0, 1, 2, 3)
+    story.end(1, 31)
+    story.end(2, 11)
+    story.end(3, 11)
+    story.end(0, 12)
+    story.over()
+    recording = replay.read(path)
+    carried = sum(one.carried for one in recording.arrivals.values())
+    traffic = replay.traffic_of(recording)
+    assert "2 requests came from other engines" in " ".join(traffic.notes)
+    workload, steps = traffic.workload, len(recording.steps)
+    assert carried == 4 * (steps < 12), "the last file begins with who was there"
+    if carried:
+        assert workload.prompt_len[1] == 2 + 20 + 11 - steps
+        assert workload.limit[1] == 50 - 20 - 11 + steps
+        assert workload.output_len.tolist() == [steps] * 4
+        assert not workload.brought.any() and np.isinf(workload.ttft).all()
+        return
+    assert workload.arrival.tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert workload.prompt_len.tolist() == [1, 2 + 20, 3, 4]
+    assert workload.output_len.tolist() == [12, 11, 11, 11]
+    assert workload.limit.tolist() == [50, 30, 50, 50]
+    assert workload.brought.tolist() == [0, 12, 0, 0]
+    assert workload.ttft == pytest.approx([0.5, np.inf, 0.3, 0.5])
+    assert workload.jct == pytest.approx([4.0, 1.0, 3.8, 4.0])
+    served = replay.served(recording).requests
+    assert served.output_len.tolist() == [12, 11, 11, 11]
+    assert served.ttft.tolist() == [1.0] * 4
 
 
 def test_drafts_are_told_and_say_how_well_a_request_can_be_guessed(tmp_path: Path) -> None:
@@ -233,7 +282,7 @@ def test_a_recording_knows_what_experts_take_and_older_ones_of_none(tmp_path: Pa
         ),
         (
             json.dumps({"recording": 0}),
-            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9, 10, 11: left out",
+            ": recording format 0, this version reads 4, 5, 6, 7, 8, 9, 10, 11, 12: left out",
         ),
     ],
 )
@@ -275,7 +324,8 @@ def test_nobody_else_may_read_any_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.promise(26)
 @pytest.mark.parametrize(
-    ("version", "lacks"), [(10, 2), (9, 4), (8, 5), (7, 5), (6, 7), (5, 8), (4, 9)]
+    ("version", "lacks"),
+    [(11, 3), (10, 5), (9, 7), (8, 8), (7, 8), (6, 10), (5, 11), (4, 12)],
 )
 def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, lacks: int) -> None:
     path = tmp_path / "served.jsonl"
@@ -285,7 +335,7 @@ def test_recordings_of_the_last_formats_are_read(tmp_path: Path, version: int, l
     story.over()
     header, *events = map(json.loads, path.read_text().splitlines())
     header["recording"] = version
-    assert events[0][-9:] == [7.0, 3.0, 0, 0, 0, 0, None, 1, 0]
+    assert events[0][-12:] == [7.0, 3.0, 0, 0, 0, 0, None, 1, 0, None, 0, 0]
     less = {"arrival": lacks, "step": 2, "end": 4, "features": 1}
     if version >= 8:
         less |= {"step": 0, "end": 0, "features": max(9 - version, 0)}

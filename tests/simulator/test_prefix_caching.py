@@ -15,7 +15,7 @@ from jaxserve.simulator.simulator import SimulationError
 from jaxserve.simulator.systems.systems import system
 from jaxserve.simulator.workloads.shared_prefixes import reusable_tokens
 from jaxserve.simulator.workloads.specs import WorkloadSpec
-from jaxserve.simulator.workloads.workload import Workload
+from jaxserve.simulator.workloads.workload import Workload, WorkloadError
 from tests.simulator.grouped import simulate
 
 PLACE, BLOCK = system("llama-3-8b@a100"), 16
@@ -124,3 +124,18 @@ def test_host_memory_keeps_what_leaves_the_pool_where_that_pays() -> None:
     assert not dear.batches.saved_slots.any() and found(dear) == found(none)
     with pytest.raises(SimulationError, match="host memory"):
         served(work, host_tokens=target, compiled=True)
+
+
+def test_what_comes_along_with_a_request_is_loaded_and_not_computed() -> None:
+    """If there is host memory for it; whatever is not in a full block is computed."""
+    work = WorkloadSpec("fixed:1000x8x2", rate=1.0).make_workload(0)
+    moved = dataclasses.replace(work, brought=np.array([0, 500]))
+    plain, found = (served(one, host_tokens=9000) for one in (work, moved))
+    saved = plain.batches.num_tokens.sum() - found.batches.num_tokens.sum()
+    assert saved == 500 // 16 * 16
+    assert found.batches.loaded_slots.sum() == 2 * saved > 0 == plain.batches.loaded_slots.sum()
+    assert found.requests.found is not None and found.requests.found.tolist() == [0, saved]
+    full = served(moved, host_tokens=0).batches.num_tokens.sum()
+    assert full == plain.batches.num_tokens.sum()
+    with pytest.raises(WorkloadError, match="no more tokens than the prompt has"):
+        dataclasses.replace(work, brought=np.array([0, 1001]))

@@ -77,6 +77,7 @@ class Arrivals:
         outputs: Outputs of all requests known so far.
         releases: When the workload's requests come.
         num_open: Requests of the workload.
+        brought: Tokens of each of these whose cached blocks come along.
     """
 
     def __init__(self, workload: Workload, loop: ClosedLoop | None, seed: int) -> None:
@@ -86,7 +87,7 @@ class Arrivals:
         self._open, self.releases = Requests(workload), Releases(workload)
         self._workload, self._batches = workload, list[Workload]()
         self._batch: Requests | None = None  # the loop's last batch
-        self.num_open = len(workload)
+        self.num_open, self.brought = len(workload), workload.brought.tolist()
         self._first = self._coming = self.num_open  # its first number, and that of the next arrival
         if loop is not None:
             self._submit(0.0)

@@ -199,7 +199,7 @@ class _Places:
             request: The request.
             now: Seconds.
             to: The replica to which it moves; REFUSED if it does not.
-            sent: Keys of the pages that come along.
+            sent: Keys of the pages that come along, there or when it arrives.
         """
         front, served_by, outputs = self._front, self.served_by, self._arrivals.outputs
         begun = outputs.so_far(number) if number in served_by else []
@@ -222,7 +222,7 @@ class _Places:
             if not (taken and self._queue.admits(chosen, number, now, always=again)):
                 self._arrivals.refused(number, now)
                 return
-            machine.receive(number, request, now, begun, sent if moves else ())
+            machine.receive(number, request, now, begun, sent if moves or to == REFUSED else ())
             self._loops.at(chosen, machine.next_time)
         served_by[number] = chosen
         front.taken(chosen, number, request, now, len(begun))
@@ -250,10 +250,12 @@ def _serve(
             break
         if arrival <= min(timer, time):
             number, request = arrivals.take_first()
+            brought: Sequence[bytes] = ()
             if keys is not None and number < len(keys):
                 known = as_keys(keys.of(number, len(request.prompt)))
                 request = dataclasses.replace(request, block_keys=known)
-            place(number, request, arrival)
+                brought = known[: arrivals.brought[number] // keys.block_size]
+            place(number, request, arrival, sent=brought)
             if progress is not None and number < arrivals.num_open:
                 progress(1)
         elif timer <= time and front.comes:

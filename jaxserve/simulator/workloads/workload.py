@@ -80,6 +80,8 @@ class Workload:
         prefix_of, prefix_len: See `Prefixes`.
         guess_share, guess_right: See `Guessable`.
         adapter: int64 [n], number of the adapter that each has, from 1; 0 for none.
+        brought: int64 [n], tokens of each prompt, from the first on, whose cached blocks come along
+            from another engine, and are in host memory if there is room.
         programs: Which requests are calls of programs, and which wait for others.
 
     Raises:
@@ -104,6 +106,7 @@ class Workload:
     guess_share: np.ndarray
     guess_right: np.ndarray
     adapter: np.ndarray
+    brought: np.ndarray
     programs: Programs
 
     def __post_init__(self) -> None:
@@ -126,6 +129,11 @@ class Workload:
         self._check_prefixes()
         if self.adapter.shape != self.arrival.shape or (self.adapter < 0).any():
             raise WorkloadError("adapter must be a number from 0 of each request")
+        brought = self.brought
+        if brought.shape != self.arrival.shape or not (brought >= 0).all():
+            raise WorkloadError("brought must be a number of tokens of each request")
+        if (brought > self.prompt_len).any():
+            raise WorkloadError("brought must be no more tokens than the prompt has")
         for name in ("guess_share", "guess_right"):
             column = getattr(self, name)
             if column.shape != self.arrival.shape or not ((column >= 0) & (column <= 1)).all():
@@ -168,6 +176,7 @@ class Workload:
         prefixes: Prefixes | None = None,
         guessable: Guessable | None = None,
         adapter: np.ndarray | None = None,
+        brought: np.ndarray | None = None,
         programs: Programs | None = None,
     ) -> Workload:
         """Puts a workload together from its parts.
@@ -180,6 +189,7 @@ class Workload:
             prefixes: Shared prefixes; by default none.
             guessable: How well the texts can be guessed; by default not at all.
             adapter: int64 [n], number of each request's adapter; by default none.
+            brought: int64 [n], tokens that come with their cached blocks; by default none.
             programs: Which requests wait for which; by default none for any.
 
         Raises:
@@ -190,9 +200,10 @@ class Workload:
         terms = terms or SloColumns.none(len(lengths))
         prefixes = prefixes or Prefixes.none(len(lengths))
         guessable = guessable or Guessable.same(len(lengths))
-        if adapter is None:
-            adapter = np.zeros(len(lengths), np.int64)
-        columns = vars(terms) | vars(prefixes) | vars(guessable) | {"adapter": adapter}
+        nothing = np.zeros(len(lengths), np.int64)
+        columns = vars(terms) | vars(prefixes) | vars(guessable)
+        columns["adapter"] = nothing if adapter is None else adapter
+        columns["brought"] = nothing if brought is None else brought
         columns["programs"] = Programs.none(len(lengths)) if programs is None else programs
         return cls(arrival, lengths.prompt_len, lengths.output_len, limit, **columns)
 
@@ -214,8 +225,9 @@ class Workload:
         prefixes = Prefixes.joined([part.prefixes for part in parts]).select(order)
         lengths = Lengths(prompt, output)
         guessable = Guessable.joined([part.guessable for part in parts])[order]
-        adapter = np.concatenate([part.adapter for part in parts])[order]
-        shared: dict[str, Any] = {"prefixes": prefixes, "guessable": guessable, "adapter": adapter}
+        shared: dict[str, Any] = {"prefixes": prefixes, "guessable": guessable}
+        for name in ("adapter", "brought"):
+            shared[name] = np.concatenate([getattr(part, name) for part in parts])[order]
         try:
             shared["programs"] = Programs.joined([part.programs for part in parts]).select(order)
         except ValueError as error:
@@ -276,6 +288,7 @@ class Workload:
             prefixes=prefixes,
             guessable=self.guessable[which],
             adapter=self.adapter[which],
+            brought=self.brought[which],
             programs=self.programs.select(which),
         )
 
@@ -323,6 +336,7 @@ class Workload:
             output_len=np.minimum(self.output_len, room),
             limit=np.minimum(self.limit, room),
             prefix_len=np.minimum(self.prefix_len, prompt),
+            brought=np.minimum(self.brought, prompt),
         )
 
     def scaled(self, divisor: float) -> Workload:
@@ -342,6 +356,7 @@ class Workload:
             output_len=output,
             limit=limit,
             prefix_len=np.where(source >= 0, np.minimum(shared, longest), 0),
+            brought=np.minimum(self.brought, prompt),
         )
 
     def at_rate(self, rate: float) -> Workload:

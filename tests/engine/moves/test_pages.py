@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.stats import Observer
 from jaxserve.sched.request import Generated, Request, SamplingParams
 from tests.engine.harness import Gate, Stream, engine, wait_until_idle
 
@@ -64,6 +65,13 @@ def test_it_finds_what_has_come_along(two: tuple[Engine, Engine]) -> None:
     pages = dict(list(pages.items())[: (len(PROMPT) + 12) // 4])
     assert len(pages) == 9
     moved = dataclasses.replace(request, generated=(generated,), moved=(1.0,))
+    came = list[tuple[int, int]]()
+
+    class Told(Observer):
+        def on_moved(self, number: int, generated: int, cached: int) -> None:
+            came.append((generated, cached))
+
+    there.add_observer(Told())
 
     def resumed(name: str, **changes: Any) -> tuple[list[int], int]:
         there.reset_prefix_cache()
@@ -85,6 +93,7 @@ def test_it_finds_what_has_come_along(two: tuple[Engine, Engine]) -> None:
     assert resumed("with other numbers", pages=other)[1] == 0
     assert resumed("with others' keys", pages={b"x" * 16: next(iter(pages.values()))})[1] == 0
     assert resumed("of another tenant", tenant="else", pages=pages)[1] == 0
+    assert came == [(13, 4 * blocks) for blocks in (0, 9, 4, 2, 0, 0, 0, 0)]
 
 
 def test_no_more_is_copied_than_may_be_sent(
