@@ -271,6 +271,7 @@ class EngineReplica:
         for passage in [one for one in self._passages if one.point.key == key]:
             due = time.monotonic() + _EXPORT_S
             passage.leave(await asyncio.to_thread(self._put, passage, due))
+            await passage.settled.wait()
             return passage.left and passage in self._passages
         return False
 

@@ -78,11 +78,12 @@ class _ToolCalls:
 
 @dataclasses.dataclass(frozen=True)
 class _Export:
-    """See `Engine.export`. done: completed or failed afterwards."""
+    """See `Engine.export`. done: completed or failed afterwards. sent: what is on its way."""
 
     request_id: str
     most_bytes: int
     done: Future[dict[bytes, Saved]]
+    sent: dict[bytes, Saved] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -741,16 +742,20 @@ class Engine:
             command.done.set_result(None)
 
     def _export(self, command: _Export) -> None:
-        """Exports a request's cache. A failure is only whoever asks for it to know, as for
-        `_fill`."""
+        """Exports a part of a request's cache, and the rest after the next step. A failure is only
+        whoever asks for it to know, as for `_fill`."""
         try:
-            sent = self._step_loop.export(command.request_id, command.most_bytes)
+            given = command.request_id, command.sent, command.most_bytes
+            more = self._step_loop.export(*given)
         except BaseException as error:
             command.done.set_exception(error)
             if not isinstance(error, Exception) or not self.executor.intact:
                 raise
         else:
-            command.done.set_result(sent)
+            if more:
+                self._inbox.append(command)
+            else:
+                command.done.set_result(command.sent)
 
     def _over(self, request_id: str) -> None:
         used: Adapter | None = None

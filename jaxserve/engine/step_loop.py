@@ -19,6 +19,7 @@ from jaxserve.engine.adapters import Adapter
 from jaxserve.engine.block_keys import KeyChain
 from jaxserve.engine.device.batch_layout import Layout, PackedBatch
 from jaxserve.engine.device.batching import build_batch, carry_out, sampling_rows
+from jaxserve.engine.device.cache_moves import ROOM
 from jaxserve.engine.device.compilations import CompileCounter, CompiledAfterWarmup
 from jaxserve.engine.device.executor import Executor, Handle, PendingSample
 from jaxserve.engine.device.host_copies import Saved
@@ -41,6 +42,7 @@ from jaxserve.engine.prompt_logprobs import PromptLogprobs, entries, prompt_logp
 from jaxserve.engine.sequence import NO_ROW, NO_SLOT, Continuation
 from jaxserve.engine.stats import EngineInfo, StepStats
 from jaxserve.engine.text.stop_conditions import ContinuationText
+from jaxserve.sched.cache.block_sizes import slots_for
 from jaxserve.sched.cache.cache_kinds import HIDDEN
 from jaxserve.sched.cost.padding import Padding
 from jaxserve.sched.cost.reachability import Alone, SloProblem
@@ -282,20 +284,31 @@ class StepLoop:
             except BaseException as error:
                 self._fail(continuation, error)
 
-    def export(self, request_id: str, most_bytes: int) -> dict[bytes, Saved]:
-        """The request's cached blocks by key, on their way to host memory; at most so many."""
-        sent: dict[bytes, Saved] = {}
-        for one in self._by_id.get(request_id, ()) if self._executor.sends else ():
-            most = most_bytes // self._executor.page_bytes
+    def export(self, request_id: str, sent: dict[bytes, Saved], most_bytes: int) -> bool:
+        """Sends some of the request's cached blocks on their way to host memory: so few that the
+        next step need not wait for their copies.
+
+        Args:
+            request_id: the request.
+            sent: those that are on their way, by key, to which it adds.
+            most_bytes: of all of them.
+
+        Returns:
+            Whether it has added any, so that there may be more.
+        """
+        before, executor = len(sent), self._executor
+        for one in self._by_id.get(request_id, ()) if executor.sends else ():
+            few = max(1, ROOM // slots_for(self._scheduler.pool.block_size))
+            most = min(most_bytes // executor.page_bytes, before + few)
             pages, save = self._scheduler.pages(one.row, sent, most)
             try:
                 if save is not None:
-                    self._executor.save(save.keys, save.counts, save.slots)
-                sent |= {key: self._executor.saved(kept) for key, kept in pages}
+                    executor.save(save.keys, save.counts, save.slots)
+                sent |= {key: executor.saved(kept) for key, kept in pages}
             finally:
                 if save is not None:
-                    self._executor.discard(save.keys)
-        return sent
+                    executor.discard(save.keys)
+        return len(sent) > before
 
     def _adopt(self, one: Continuation, pages: Mapping[bytes, np.ndarray]) -> int:
         """Keeps the cached blocks that came along with a continuation, as far as they fit. Returns

@@ -39,6 +39,7 @@ from jaxserve.server.moves.resume_point import (
 )
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.call_outcome import CallRecord
+from jaxserve.server.requests.output_streams import Delta
 from tests.deploy.engine import Engine
 from tests.deploy.test_replica import SCOPE, serving
 from tests.server.logging_kept import logging_kept
@@ -577,6 +578,35 @@ def test_only_as_much_is_put_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert served(call, [engine, other]) == []
     assert [*other.requests[0].pages] == [bytes([0]) * 16, bytes([1]) * 16]
+
+
+def test_an_answer_leaves_when_its_next_token_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is computed twice; but it does not wait for long."""
+
+    async def leaving(tokens: int, seconds: float, *, told: bool) -> list[Any]:
+        monkeypatch.setattr(passage_module, "NEXT_S", seconds)
+        record = point(outputs=[]).model_dump_json().encode()
+        marks, passage = list[Any](), Passage(record, FINGERPRINT, "r")
+        passage.tell = marks.append
+        passage.begin([Request("a", (1, 2), SamplingParams())])
+        delta = Delta(0, list(range(tokens)), times=[passage.began] * tokens)
+        with passage.passing(0, delta):
+            pass
+        passage.leave(["pages"])
+        passage.leave(["others"])
+        if told:
+            with passage.passing(0, delta):
+                assert not passage.left
+        else:
+            while tokens and not passage.left:
+                await asyncio.sleep(0)
+        assert passage.left
+        return [type(mark) for mark in marks]
+
+    both = [Begun, Passed, Passed, Cache]
+    assert asyncio.run(leaving(1, 1000.0, told=True)) == both
+    assert asyncio.run(leaving(1, 0.0, told=False)) == [Begun, Passed, Cache]
+    assert asyncio.run(leaving(0, 1000.0, told=False)) == [Begun, Passed, Cache]
 
 
 def test_what_was_put_is_held_until_somebody_goes_on() -> None:

@@ -24,7 +24,6 @@ SLOW = {
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "2",
     "RAY_worker_niceness": "0",  # Ray's default is 15
 }
-_STORE_BYTES = 100 << 20  # the least is 75 MiB; answers are small
 
 
 class NotReady(TimeoutError):
@@ -109,7 +108,12 @@ class Cluster:
 
 @contextlib.contextmanager
 def local_cluster(
-    *, cpus: int = 0, http_port: int = 0, grpc_port: int = 0, address: str = ""
+    *,
+    cpus: int = 0,
+    http_port: int = 0,
+    grpc_port: int = 0,
+    address: str = "",
+    store_bytes: int = 100 << 20,
 ) -> Iterator[Cluster]:
     """Runs a cluster with nothing deployed while the context lasts. Ray Serve's HTTP proxy listens
     on HOST only, its gRPC proxy on all addresses, which cannot be changed.
@@ -118,6 +122,7 @@ def local_cluster(
         cpus: number that Ray is told, whatever the machine has.
         http_port, grpc_port: 0 takes free ones.
         address: of a cluster that runs already, whose nodes are as they are; "" for a new one.
+        store_bytes: of the object store, at least 75 MiB; answers are small, caches are not.
     """
     with environment({**SLOW, "RAY_USAGE_STATS_ENABLED": "0"}):
         import ray
@@ -133,7 +138,7 @@ def local_cluster(
                 "address": "local",
                 "num_cpus": cpus,
                 "include_dashboard": False,
-                "object_store_memory": _STORE_BYTES,
+                "object_store_memory": store_bytes,
                 "_node_ip_address": HOST,
             }
         ray.init(log_to_driver=False, **about)

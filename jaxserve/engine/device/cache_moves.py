@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
@@ -35,6 +36,7 @@ STAGED_SLOTS = 2 * ROOM
 """Slots for whose contents the device needs room beside the pool."""
 
 PINNED = "pinned_host"
+_ALIGNMENT = 64  # bytes, of what XLA need not copy
 
 
 class Mover:
@@ -65,7 +67,9 @@ class Mover:
         self._pinned = self._staging.with_memory_kind(PINNED) if pinned else None
         self._move, self._out, self._in = _functions(model.backend, mesh, pool_format)
         self._host = HostCopies(ROOM)
-        self._arriving: deque[tuple[Any, int]] = deque()  # ready once in the pool; slots
+        # Ready once in the pool; slots; and our array that they come from, if it is one of these.
+        self._arriving: deque[tuple[Any, int, np.ndarray | None]] = deque()
+        self._buffers: list[np.ndarray] = []  # free ones, for loads of the largest size
 
     @property
     def pinned(self) -> bool:
@@ -122,10 +126,11 @@ class Mover:
         for piece, count in _pieces(slots):
             parts = [kept[key][a:b] for key, a, b in _parts(keys, ends, first, first + count)]
             self._make_room(len(piece))
-            mine = _joined(parts, len(piece))
+            mine = self._joined(parts, len(piece))
             staged = put_local_part(mine, self._staging, staging_shape(pool, len(piece)))
             pool, there = self._in(pool, staged, *self._put(piece, count))
-            self._arriving.append((there, len(piece)))
+            ours = mine if len(mine) == SIZES[-1] and mine is not parts[0] else None
+            self._arriving.append((there, len(piece), ours))
             first += count
         return pool
 
@@ -164,15 +169,33 @@ class Mover:
                 staged = jax.device_put(staged, self._pinned)
             back = put_local_part(local_part(staged), self._staging, staged.shape)
             pool, _ = self._in(pool, back, *self._put(slots, 0))
+        shape = self.shape(pool, SIZES[-1])
+        self._buffers = [_aligned(shape, pool.dtype) for _ in range(ROOM // SIZES[-1])]
+        for each in self._buffers:
+            each[:] = 0  # so that it is there
         return pool
 
     def _make_room(self, slots: int) -> None:
         """Waits until this many more slots may be on their way to the pool."""
         arriving = self._arriving
         while arriving and (
-            arriving[0][0].is_ready() or sum(count for _, count in arriving) + slots > ROOM
+            arriving[0][0].is_ready() or sum(count for _, count, _ in arriving) + slots > ROOM
         ):
-            arriving.popleft()[0].block_until_ready()
+            there, _, buffer = arriving.popleft()
+            there.block_until_ready()
+            if buffer is not None:
+                self._buffers.append(buffer)
+
+    def _joined(self, parts: list[np.ndarray], size: int) -> np.ndarray:
+        """The parts concatenated, [size, ...]. The rest is arbitrary."""
+        if len(parts) == 1 and len(parts[0]) == size:
+            return parts[0]
+        if size == SIZES[-1] and self._buffers:  # new memory takes longer than the copy
+            whole = self._buffers.pop()
+        else:
+            whole = _aligned((size, *parts[0].shape[1:]), parts[0].dtype)
+        np.concatenate(parts, out=whole[: sum(map(len, parts))])
+        return whole
 
     def _put(self, places: np.ndarray, count: int) -> tuple[jax.Array, jax.Array]:
         placed: tuple[jax.Array, jax.Array] = put_replicated((places, np.int32(count)), self._place)
@@ -227,13 +250,12 @@ def _parts(
         first, at = until, at + 1
 
 
-def _joined(parts: list[np.ndarray], size: int) -> np.ndarray:
-    """The parts concatenated, [size, ...]. The rest is arbitrary."""
-    if len(parts) == 1 and len(parts[0]) == size:
-        return parts[0]
-    whole = np.empty((size, *parts[0].shape[1:]), parts[0].dtype)
-    np.concatenate(parts, out=whole[: sum(map(len, parts))])
-    return whole
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array that a CPU device reads where it lies."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + size].view(dtype).reshape(shape)
 
 
 def _padded(piece: np.ndarray, size: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import time
@@ -26,6 +27,8 @@ from jaxserve.server.moves.resume_point import (
     values,
 )
 
+NEXT_S = 0.1
+"""Seconds that an answer may wait for its next token before it leaves."""
 PASSAGE = "jaxserve.passage"
 """Key of a call's scope state, and attribute of its gRPC context."""
 
@@ -69,6 +72,7 @@ class Passage:
         began: When the call came, in seconds of time.monotonic().
         begun: Whether this replica's answer can be resumed.
         left: Whether it is left to other replicas, and nothing more is said here.
+        settled: Set once it has left after `leave`, or stays.
         tokens: How many the client has been told.
         silent: Whether what the frontend says is left out, since the client has it.
         tell: Takes the marks.
@@ -101,6 +105,8 @@ class Passage:
         # The clock of the host that says when it came may be ahead.
         self.began = time.monotonic() - max(0.0, time.time() - self.point.arrived)
         self._begun, self._pages = Begun(fingerprint, replica), pages or {}
+        self._leaving: Cache | None = None
+        self.settled = asyncio.Event()
         self._outputs = {one.number: one for one in self.point.outputs}
         self._values = sum(map(values, self.point.outputs))
 
@@ -152,13 +158,24 @@ class Passage:
         passed = Passed(number, tokens, times, logprobs, delta.expected_missed)
         self._values += values(passed)
         self.tell(passed)
+        if self._leaving is not None:
+            self._leave(self._leaving)
 
     def leave(self, pages: list[Any] | None) -> None:
-        """Leaves the answer to other replicas, with what is cached of it here. It stays if there is
-        more than is kept for them. pages: as `Cache.pages`."""
+        """Leaves the answer to other replicas, with what is cached of it here, once its next token
+        is told: another one would compute that again. Within NEXT_S in any case. It stays if there
+        is more than is kept for them. pages: as `Cache.pages`."""
+        if not (self.tokens and self.begun):
+            self._leave(Cache(pages))
+        elif self._leaving is None:
+            self._leaving = Cache(pages)
+            asyncio.get_running_loop().call_later(NEXT_S, self._leave, self._leaving)
+
+    def _leave(self, mark: Cache) -> None:
         if self.begun and not self.left and self._values <= MOST_VALUES:
-            self.tell(Cache(pages))
+            self.tell(mark)
             self.left = True
+        self.settled.set()
 
     def over(self) -> None:
         """All continuations have ended: what follows is new."""
