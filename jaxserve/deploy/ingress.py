@@ -322,7 +322,7 @@ class Ingress:
         Raises:
             ReplicaLost: the replica is lost.
         """
-        resume = point.model_dump_json().encode()
+        resume = await point.record()
         tokens = sum(len(one.tokens) for one in point.outputs)
         routing_request = routing_request.after(tokens, point.fingerprint)
         named: dict[str, Any] = {

@@ -28,7 +28,7 @@ from jaxserve.engine.errors import HostLost
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.server.moves import passage as passage_module
 from jaxserve.server.moves import resume_point
-from jaxserve.server.moves.passage import Passage
+from jaxserve.server.moves.passage import CannotResume, Passage
 from jaxserve.server.moves.resume_point import (
     Answered,
     Begun,
@@ -138,7 +138,7 @@ class Fleet:
             replica = self._replicas.pop(0)
             left = self._lost_after.pop(0) if self._lost_after else 10**9
             try:
-                answer = send(replica, point.model_dump_json().encode(), pages)
+                answer = send(replica, await point.record(), pages)
                 async with contextlib.aclosing(answer) as told:
                     async for piece in told:
                         if unmarked(piece) or not isinstance(piece[0], Begun):
@@ -812,6 +812,55 @@ def test_a_record_is_checked(record: bytes, problem: str) -> None:
 
     with pytest.raises(Unserved, match=problem):
         served(call, [Engine()])
+
+
+def long_point(tokens: int, top: int) -> ResumePoint:
+    """Of two continuations, the second of which has no log-probabilities."""
+    logprobs = [(-0.5 - one, [(each, -1.5) for each in range(top)]) for one in range(tokens)]
+    first = {"tokens": list(range(tokens)), "times": [0.5 * one for one in range(tokens)]}
+    outputs = [{"number": 3, **first, "logprobs": logprobs, "given_up": True}]
+    outputs += [{"number": 1, "tokens": [7], "times": [0.25], "logprobs": []}]
+    return point(outputs=outputs)
+
+
+@pytest.mark.parametrize(("tokens", "top"), [(0, 0), (3, 2), (4096, 0), (5000, 0), (2000, 20)])
+def test_a_long_record_says_the_same(tokens: int, top: int) -> None:
+    made = long_point(tokens, top)
+    record = asyncio.run(made.record())
+    assert ResumePoint.read(record) == made
+    assert max(map(len, record.split(b"\n"))) < 200_000
+    record += b"\n" + json.dumps({"number": 1, "tokens": [1 << 31], "times": []}).encode()
+    with pytest.raises(CannotResume, match=r"tokens\.0: Input should be less than"):
+        Passage(record, FINGERPRINT, "r0")
+
+
+def test_a_record_in_lines_is_no_longer_than_one_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume_point, "MOST_VALUES", 6000)
+    record = asyncio.run(long_point(5000, 0).record())
+    with pytest.raises(CannotResume, match="more than 6000 values"):
+        Passage(record, FINGERPRINT, "r0")
+
+
+def test_others_go_on_while_a_long_record_is_made_and_read() -> None:
+    """Each in more than one piece of work."""
+    made, turns = long_point(100_000, 0), 0
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def both() -> list[int]:
+        counting, found = asyncio.create_task(count()), list[int]()
+        record = await made.record()
+        found.append(turns)
+        await asyncio.to_thread(ResumePoint.read, record)
+        found.append(turns - found[0])
+        counting.cancel()
+        return found
+
+    assert min(asyncio.run(both())) > 3
 
 
 @pytest.mark.parametrize("name", ["resume", "generated", "outputs", "jaxserve.passage"])

@@ -62,7 +62,7 @@ class Passage:
     """One call at one replica.
 
     Args:
-        record: From `ResumePoint.model_dump_json`, of the version of whoever sent it.
+        record: From `ResumePoint.record`, of the version of whoever sent it.
         fingerprint: The replica's system fingerprint.
         replica: Its name.
         pages: What came along from the replica before, as `Request.pages`.
@@ -90,11 +90,13 @@ class Passage:
         pages: Mapping[bytes, np.ndarray] | None = None,
     ) -> None:
         try:
-            self.point = ResumePoint.model_validate_json(record)
+            self.point = ResumePoint.read(record)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
             raise CannotResume(f"the record of the call: {where}: {first['msg']}") from None
+        except ValueError as error:
+            raise CannotResume(f"the record of the call: {error}") from None
         asked = self.point.fingerprint
         if asked not in ("", fingerprint):
             raise CannotResume(f"the answer was begun by {asked}; this replica is {fingerprint}")

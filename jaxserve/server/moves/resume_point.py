@@ -9,14 +9,16 @@ that it is the same everywhere.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MOST_VALUES = 1 << 19
 """Most tokens and log-probabilities of an answer that are kept for it to be resumed: some 10 MB."""
+_AT_ONCE = 1 << 12  # of these, in a line of a record: the interpreter is held for a millisecond
 _MOST_MOVES, _MOST_OUTPUTS = 1000, 1 << 11
 KEY_BYTES = 16
 """Bytes of `ResumePoint.key`, and of what is drawn with it."""
@@ -83,6 +85,13 @@ class Progress(BaseModel):
     logprobs: list[tuple[float, list[_Top]]] = Field(max_length=MOST_VALUES)
     given_up: bool = False
 
+    def add(self, more: Passed | Progress) -> None:
+        """What was passed on after it."""
+        self.tokens.extend(more.tokens)
+        self.times.extend(more.times)
+        self.logprobs.extend((logprob, list(top)) for logprob, top in more.logprobs)
+        self.given_up |= more.given_up
+
 
 def values(said: Passed | Progress) -> int:
     """How many of `MOST_VALUES` these are."""
@@ -116,6 +125,41 @@ class ResumePoint(BaseModel):
     why: Why = ""
     messages: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     outputs: Annotated[list[Progress], Field(max_length=_MOST_OUTPUTS)] = []
+
+    async def record(self) -> bytes:
+        """What travels, for `read`: a line of JSON, and further ones with what is said of its
+        outputs if that is much. Then it is made on a thread, which others need not wait for."""
+        if sum(map(values, self.outputs)) <= _AT_ONCE:
+            return self.model_dump_json().encode()
+        return await asyncio.to_thread(lambda: b"\n".join(self._lines()))
+
+    def _lines(self) -> Iterator[bytes]:
+        yield self.model_copy(update={"outputs": []}).model_dump_json().encode()
+        for one in self.outputs:
+            apart = max(1, _AT_ONCE * len(one.tokens) // max(1, values(one)))
+            for first in range(0, max(1, len(one.tokens)), apart):
+                part = slice(first, first + apart)
+                about = {name: getattr(one, name)[part] for name in ("tokens", "times", "logprobs")}
+                yield one.model_copy(update=about).model_dump_json().encode()
+
+    @classmethod
+    def read(cls, record: bytes) -> ResumePoint:
+        """The point of a record. Other threads need not wait until all of a long one is read.
+        Raises ValueError, often a ValidationError."""
+        first, *more = record.split(b"\n")
+        point = cls.model_validate_json(first)
+        outputs = {one.number: one for one in point.outputs}
+        for line in more:
+            part = Progress.model_validate_json(line)
+            one = outputs.get(part.number)
+            if one is None:
+                outputs[part.number] = part
+                point.outputs.append(part)
+                continue
+            one.add(part)
+        if sum(map(values, point.outputs)) > MOST_VALUES or len(outputs) > _MOST_OUTPUTS:
+            raise ValueError(f"outputs: more than {MOST_VALUES} values, or {_MOST_OUTPUTS} of them")
+        return point
 
     def anew(self) -> ResumePoint:
         """Where the same answer begins."""
@@ -180,8 +224,4 @@ class Answered:
             made = Progress(number=passed.number, tokens=[], times=[], logprobs=[])
             self._outputs[passed.number] = made
             self.point.outputs.append(made)
-        one = self._outputs[passed.number]
-        one.tokens.extend(passed.tokens)
-        one.times.extend(passed.times)
-        one.logprobs.extend((logprob, list(top)) for logprob, top in passed.logprobs)
-        one.given_up |= passed.given_up
+        self._outputs[passed.number].add(passed)

@@ -200,7 +200,7 @@ class Pair:
         async def send(where: Where, point: ResumePoint, pages: Any) -> Pieces:
             self.watch.note("sent")
             replica, told = next(replicas), 0
-            resume = point.model_dump_json().encode() if resumable else b""
+            resume = await point.record() if resumable else b""
             answer = replica.http(SCOPE, said, resume, routing_request=NOTHING, pages=pages)
             try:
                 async with aclosing(answer) as pieces:
