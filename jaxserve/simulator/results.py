@@ -46,7 +46,7 @@ class RequestRecords:
         failed: bool [n], requests that ended early because all replicas had died.
         end: When the run was cut off; inf if it was not.
         found: int64 [n], cached tokens of each prompt; None without prefix caching.
-        drafts: See `Served.drafts`.
+        drafts, moves: See `Served`.
     """
 
     workload: Workload
@@ -58,6 +58,7 @@ class RequestRecords:
     end: float = math.inf
     found: np.ndarray | None = None
     drafts: tuple[np.ndarray, np.ndarray] | None = None
+    moves: np.ndarray | None = None
 
     @classmethod
     def from_served(cls, served: Served, until: float) -> RequestRecords:
@@ -77,6 +78,7 @@ class RequestRecords:
             end=until,
             found=served.found,
             drafts=served.drafts,
+            moves=served.moves,
         )
 
     def __len__(self) -> int:
@@ -289,6 +291,7 @@ class SimulationResult:
             "mean_tpot_s": _mean(requests.tpot),
             "num_batches": len(batches),
             "num_preemptions": int(batches.preemptions.sum()),
+            **({} if requests.moves is None else {"num_moves": int(requests.moves.sum())}),
             "recomputed_tokens": int(batches.num_recomputed.sum()),
             "saved_slots": int(batches.saved_slots.sum()),
             "loaded_slots": int(batches.loaded_slots.sum()),

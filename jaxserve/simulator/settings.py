@@ -313,6 +313,8 @@ class Served:
         drafts: int64 [n] each, drafted tokens that were computed, and accepted ones; None without
         drafts.
         programs: The programs that began; None if there are none.
+        moves: int64 [n], how often each went on at another replica while its own was well; None
+            without a link.
     """
 
     workload: Workload
@@ -327,6 +329,7 @@ class Served:
     found: np.ndarray | None = None
     drafts: tuple[np.ndarray, np.ndarray] | None = None
     programs: ProgramRecords | None = None
+    moves: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True)

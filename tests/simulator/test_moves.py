@@ -111,6 +111,8 @@ def test_a_fixed_split_keeps_prompts_and_decodes_apart(
     assert 0 < max(known) < 10, "a replica knows only of those that have just left"
     longer = workload.output_len > 1
     assert (result.requests.replica[longer] >= 2).all(), "they end where decodes are"
+    assert (result.requests.moves == longer).all()
+    assert result.summary()["num_moves"] == longer.sum()
     batches = result.batches
     prompts, decodes = batches.num_tokens - batches.num_decodes, batches.num_decodes
     first = batches.replica < 2

@@ -124,6 +124,7 @@ def run_in_python(
         rows=rows if options.record_rows else None,
         expected=late.expected(numbers),
         found=outputs.found[numbers] if setting.prefix_caching else None,
+        moves=None if setting.routing.link is None else outputs.moves[numbers],
         drafts=None if guesses is None else (outputs.drafted[numbers], outputs.accepted[numbers]),
         programs=programs,
     )

@@ -16,6 +16,7 @@ class Outputs:
         times: float64 [sum of lengths], when the host had each token; nan until then.
         over: bool [n], whether the request has ended.
         preemptions: int64 [n].
+        moves: int64 [n], how often each went on at another replica while its own was well.
         found: int64 [n], tokens of each prompt that were cached when it first started.
         ended: Numbers of the requests that have ended since its reader last emptied it.
         drafted: int64 [n], drafted tokens that were computed.
@@ -24,7 +25,7 @@ class Outputs:
 
     def __init__(self) -> None:
         self.lengths = self.offsets = self.preemptions = self.found = np.zeros(0, np.int64)
-        self.drafted = self.accepted = np.zeros(0, np.int64)
+        self.drafted = self.accepted = self.moves = np.zeros(0, np.int64)
         self.times, self.over = np.zeros(0), np.zeros(0, bool)
         self.ended: list[int] = []
 
@@ -37,6 +38,7 @@ class Outputs:
         self.times = np.concatenate([self.times, np.full(int(lengths.sum()), np.nan)])
         self.over = np.concatenate([self.over, np.zeros(count, bool)])
         grow_columns(self, len(self.lengths), preemptions=0, found=0, drafted=0, accepted=0)
+        grow_columns(self, len(self.lengths), moves=0)
 
     def end(self, number: int) -> None:
         """Notes that a request has ended."""

@@ -158,6 +158,7 @@ class Front:
         sent = self._machines[replica].leave(number)
         del self._stays[replica][number]
         self._changed[replica] = True
+        self._outputs.moves[number] += 1
         self._at[number] = to = number % self._step + place * self._step
         when = now + link.seconds(len(sent) * self._setting.block_size)
         heapq.heappush(self._travelling, (when, number, to, sent))

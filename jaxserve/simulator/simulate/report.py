@@ -23,6 +23,7 @@ _COLUMNS = {  # title, format, and explanation
     "mean_tpot_s": ("TPOT, s", "{:.5f}", "mean time of a token after the first"),
     "num_batches": ("batches", "{:.0f}", "how many steps there were"),
     "num_preemptions": ("preemptions", "{:.0f}", "requests that lost their cache to others"),
+    "num_moves": ("moves", "{:.0f}", "of requests to other replicas, while their own were well"),
     "num_refused": ("refused", "{:.0f}", "requests that were not taken"),
     "num_failed": ("failed", "{:.0f}", "requests that ended with their replica"),
     "num_dropped": ("dropped", "{:.0f}", "requests that were left out, as too long"),
@@ -50,7 +51,7 @@ PROGRAM_COLUMNS = (  # title, format, and where in the summary
     ("in progress", "{:.1f}", "in_progress"),
 )
 _IF_ANY = (
-    *("num_refused", "num_failed", "num_dropped", "saved_slots", "loaded_slots"),
+    *("num_moves", "num_refused", "num_failed", "num_dropped", "saved_slots", "loaded_slots"),
     "mean_shared_blocks",
 )
 _RATIO = "{:.3f}"
@@ -144,7 +145,7 @@ def _table(lines: list[list[str]]) -> str:
 
 
 def _cells(means: dict[str, Any], widths: dict[str, Any]) -> list[str]:
-    shown = {**means, **{name: means[name] or None for name in _IF_ANY}}
+    shown = {**means, **{name: means.get(name) or None for name in _IF_ANY}}
     return [_cell(form, name, shown, widths) for name, (_, form, _) in _COLUMNS.items()]
 
 
