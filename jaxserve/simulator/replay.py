@@ -274,6 +274,21 @@ def traffic_of(recording: Recording) -> Traffic:
     return Traffic(_workload(recording, there, count), tuple(notes))
 
 
+def engine_of(header: Header) -> EngineOptions:
+    """How the engine served that wrote a recording."""
+    return EngineOptions(
+        limits=header.limits,
+        num_blocks=header.num_blocks,
+        block_size=header.block_size,
+        host_tokens=header.host_slots // 2,
+        max_queue=header.max_queue,
+        overlap=header.overlap,
+        prefix_caching=header.prefix_caching,
+        retention=header.retention,
+        groups=header.states or header.groups,
+    )
+
+
 def again(
     recording: Recording,
     system: System,
@@ -296,17 +311,7 @@ def again(
         header.policy,
         traffic_of(recording).workload,
         system,
-        engine=EngineOptions(
-            limits=header.limits,
-            num_blocks=header.num_blocks,
-            block_size=header.block_size,
-            host_tokens=header.host_slots // 2,
-            max_queue=header.max_queue,
-            overlap=header.overlap,
-            prefix_caching=header.prefix_caching,
-            retention=header.retention,
-            groups=header.states or header.groups,
-        ),
+        engine=engine_of(header),
         run=RunOptions(
             seed=header.seed if seed is None else seed, checked=checked, record_rows=record_rows
         ),

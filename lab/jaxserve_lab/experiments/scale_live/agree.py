@@ -22,7 +22,7 @@ from jaxserve.sched.request import Tier
 from jaxserve.sched.routing.moves import parse_link
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator import replay
-from jaxserve.simulator.settings import EngineOptions, FleetOptions, Routing
+from jaxserve.simulator.settings import FleetOptions, Routing
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.workload import Lengths, Workload
 from jaxserve_lab.experiments.scale_live.moves import LINK
@@ -154,13 +154,6 @@ def _simulated(recording: replay.Recording, arrival: np.ndarray, reads: np.ndarr
         header.policy,
         workload,
         replay.system_of(recording),
-        engine=EngineOptions(
-            limits=header.limits,
-            num_blocks=header.num_blocks,
-            block_size=header.block_size,
-            host_tokens=header.host_slots // 2,
-            overlap=header.overlap,
-            prefix_caching=True,
-        ),
+        engine=replay.engine_of(header),
         fleet=FleetOptions(replicas=2, routing=routing),
     )
