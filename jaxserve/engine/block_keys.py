@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import array
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 SECRET_BYTES = 32
@@ -59,14 +59,13 @@ class KeyChain:
             return b"", ()
         return self._last, () if full > prompt_len else tuple(self._rest)
 
-    def append(self, token: int) -> bytes | None:
-        """Appends a token. Returns the key of the block that it completes, if it completes one."""
-        self._rest.append(token)
-        if len(self._rest) < self._block_size:
-            return None
-        tokens, self._rest = self._rest, array.array("i")
-        self._add(tokens)
-        return self.keys[-1]
+    def extend(self, tokens: Iterable[int]) -> list[bytes]:
+        """Appends tokens. Returns the keys of the blocks that they complete."""
+        before = len(self.keys)
+        self._rest.extend(tokens)
+        if len(self._rest) >= self._block_size:
+            self._add(self._rest)
+        return self.keys[before:]
 
     def _add(self, tokens: array.array[int]) -> None:
         view, last, secret = memoryview(tokens).cast("B"), self._last, self._secret

@@ -190,7 +190,7 @@ class StepLoop:
                 index, ended = left[0], self._ended(command, left[0])
                 one = self._continuation(command, index, number + index)
                 chain, before = one.block_keys, one.output_tokens
-                keys = [] if chain is None else [key for t in before if (key := chain.append(t))]
+                keys = [] if chain is None else chain.extend(before)
                 if ended:
                     one.replay(*command.replays[index])
                     left.pop(0)
@@ -650,8 +650,7 @@ class StepLoop:
             raise NotFinite
         chain = continuation.block_keys
         if chain is not None and (reason is None or one.draft):
-            taken = tokens[: len(came) - before]
-            keys = [key for token in taken if (key := chain.append(token)) is not None]
+            keys = chain.extend(tokens[: len(came) - before])
             if keys:
                 self._scheduler.know(continuation.row, keys)
         if reason is not None:

@@ -228,7 +228,7 @@ def test_a_prompts_keys_are_made_once(reusing: Engine, monkeypatch: pytest.Monke
     assert [each for each in hashed if each > 4] == [38]
     one = BlockKeys(4)
     whole, parts = (one.of(prompt, known=one.of(prompt).keys[:n]) for n in (0, 7))
-    assert [whole.append(t) for t in text] == [parts.append(t) for t in text]
+    assert [key for t in text for key in whole.extend([t])] == parts.extend(text)
     assert whole.keys == parts.keys and len(whole.keys) == (38 + len(text)) // 4
 
 

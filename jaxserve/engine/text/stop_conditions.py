@@ -121,13 +121,28 @@ class ContinuationText:
     def replay(self, tokens: Sequence[int]) -> tuple[str, FinishReason | None]:
         """`feed` of the tokens that another engine has generated. Raises InvalidRequest if the
         continuation ends before the last of them."""
-        text, reason = "", None
-        for token in tokens:
-            if reason is not None:
-                raise InvalidRequest("generated", "goes on after the end")
-            more, reason = self.feed(token)
-            text += more
-        return text, reason
+        if not tokens:
+            return "", None
+        text = self._skip(tokens[:-1])
+        more, reason = self.feed(tokens[-1])
+        return text + more, reason
+
+    def _skip(self, tokens: Sequence[int]) -> str:
+        """`feed` of tokens that do not end it, all at once: there may be many, and others wait
+        meanwhile. Raises InvalidRequest if they do."""
+        armed = max(0, self._min_tokens - self._num_tokens)
+        self._num_tokens += len(tokens)
+        ends = not self._ends.isdisjoint(tokens[armed:]) or self._num_tokens >= self._max_tokens
+        if not ends and self.matcher is not None:
+            ends = any(map(self.matcher.feed, tokens))
+        text = ""
+        for first, end in ((0, armed), (armed, len(tokens))):
+            part = "" if ends else self._detokenizer.feed(tokens[first:end])
+            more, found = self._strings.feed(part, armed=first == armed)
+            text, ends = text + more, ends or found
+        if ends:
+            raise InvalidRequest("generated", "goes on after the end")
+        return text
 
     def flush(self) -> str:
         """The text held back, if the continuation is ended from outside."""

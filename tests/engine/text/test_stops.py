@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from jaxserve.engine.output import FinishReason
 from jaxserve.engine.text.detokenizer import HFTokenizer, NullTokenizer
 from jaxserve.engine.text.stop_conditions import ContinuationText, StopStrings
-from jaxserve.sched.request import SamplingParams
+from jaxserve.sched.request import InvalidRequest, SamplingParams
 from tests.engine.text.tokenizers_for_tests import byte_level
 
 TOKENIZER = HFTokenizer(byte_level())
@@ -53,6 +55,56 @@ def test_stop_strings_are_found_however_the_text_is_cut(
         assert shown == expected
         assert matcher.found in stops and text.startswith(shown + matcher.found)
         assert len(stops) > 1 or unarmed or shown == text[: text.find(stops[0])]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from([*TOKENIZER.encode("ab€", special=False), EOS]), max_size=20),
+    stop_sets,
+    st.integers(0, 8),
+    st.integers(1, 20),
+    st.booleans(),
+)
+def test_what_was_said_is_said_again_at_once_as_token_by_token(
+    tokens: list[int], stops: list[str], min_tokens: int, max_tokens: int, ignore_eos: bool
+) -> None:
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=min(min_tokens, max_tokens),
+        stop=tuple(stops),
+        ignore_eos=ignore_eos,
+    )
+    one, other = (ContinuationText(TOKENIZER, sampling, (EOS,)) for _ in range(2))
+    said, reason, over = "", None, False
+    for token in tokens:
+        over = reason is not None
+        if over:
+            break
+        more, reason = one.feed(token)
+        said += more
+    if over:
+        with pytest.raises(InvalidRequest, match="goes on after the end"):
+            other.replay(tokens)
+        return
+    assert other.replay(tokens) == (said, reason) and other.stop_string == one.stop_string
+    for _ in range(max_tokens if reason is None else 0):
+        if reason is None:
+            more, reason = one.feed(5)
+            assert other.feed(5) == (more, reason)
+
+
+def test_a_long_answer_is_not_said_again_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop waits for it."""
+    text, fed = ContinuationText(TOKENIZER, SamplingParams(max_tokens=100_000), (EOS,)), list[int]()
+    feed = text._detokenizer.feed
+
+    def noted(tokens: Any) -> str:
+        fed.append(len(tokens))
+        return feed(tokens)
+
+    monkeypatch.setattr(text._detokenizer, "feed", noted)
+    said, _ = text.replay(TOKENIZER.encode("ab€" * 3000, special=False))
+    assert said == "ab€" * 3000 and len(fed) <= 3
 
 
 def run(
