@@ -11,7 +11,8 @@ docs/ray.md describes it. The gRPC API needs Ray Serve's gRPC proxy, which the c
 import functools
 import os
 import threading
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from typing import Any
 
 import ray
@@ -113,14 +114,35 @@ class ObjectStore(Transport):
     """Through Ray's object store: on one node both read the same memory, and only a reference goes
     through the ingress."""
 
+    def __init__(self) -> None:
+        self._held = deque[tuple[float, Any]]()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectStore, ()  # a lock is not pickled
+
     def put(self, pages: Pages) -> Handle:
         """See `Transport`. Lost with this process, or after _HELD_S: Ray Serve passes references on
         without Ray's knowledge, so somebody has to hold them."""
         reference = ray.put(dict(pages))
-        held = threading.Timer(_HELD_S, lambda _: None, [reference])
-        held.daemon = True
-        held.start()
+        with self._lock:
+            self._held.append((time.monotonic() + _HELD_S, reference))
+            if len(self._held) == 1:
+                self._wait()
         return [reference]  # Ray leaves those in lists alone
+
+    def _wait(self) -> None:
+        """One thread at most waits, however much is put."""
+        timer = threading.Timer(self._held[0][0] - time.monotonic(), self._drop)
+        timer.daemon = True
+        timer.start()
+
+    def _drop(self) -> None:
+        with self._lock:
+            while self._held and self._held[0][0] <= time.monotonic():
+                self._held.popleft()
+            if self._held:
+                self._wait()
 
     def get(self, handle: Handle) -> Pages:
         """See `Transport`. Nothing is copied on the node that has them."""

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import pickle
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -636,14 +637,15 @@ def test_the_object_store_is_rid_of_it_by_itself(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(on_ray.ray, "put", put)
     monkeypatch.setattr(on_ray, "_HELD_S", 0.1)
     known = set(threading.enumerate())
-    handle = on_ray.ObjectStore().put({})
-    (timer,) = set(threading.enumerate()) - known
-    handle.clear()
-    assert gone[0]() is not None, "Ray does not know who has it"
-    timer.join(60)
-    del timer
+    store = pickle.loads(pickle.dumps(on_ray.ObjectStore()))
+    for handle in [store.put({}) for _ in range(3)]:
+        handle.clear()
+    assert all(one() is not None for one in gone), "Ray does not know who has it"
+    assert len(set(threading.enumerate()) - known) == 1
+    while timers := set(threading.enumerate()) - known:
+        timers.pop().join(60)
     gc.collect()
-    assert gone[0]() is None
+    assert all(one() is None for one in gone)
 
 
 def test_a_cache_that_does_not_come_is_computed_again() -> None:
