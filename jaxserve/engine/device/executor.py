@@ -7,6 +7,7 @@ are plain data, NumPy arrays and numbers, so that they can be sent to executors 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -494,7 +495,7 @@ class JaxExecutor:
         """See `Executor`."""
         return math.prod(self._page_shape) * self.pool.dtype.itemsize
 
-    @property
+    @functools.cached_property
     def _page_shape(self) -> tuple[int, ...]:
         return self._moving().shape(self.pool, 2 * self.pool.shape[3])
 
