@@ -18,6 +18,7 @@ import pytest
 
 from jaxserve.client import make_request
 from jaxserve.deploy import replica as replica_module
+from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.moves import relay as relay_module
 from jaxserve.deploy.moves.relay import Pieces, Relay, ReplicaLost, Unserved, Watch
 from jaxserve.deploy.moves.roster import Roster
@@ -26,6 +27,7 @@ from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, Where
 from jaxserve.deploy.response_kind import grpc_response_kind, http_response_kind
 from jaxserve.engine.errors import HostLost
+from jaxserve.engine.startup import build
 from jaxserve.sched.request import Request, SamplingParams
 from jaxserve.server.moves import passage as passage_module
 from jaxserve.server.moves import resume_point
@@ -646,6 +648,22 @@ def test_the_object_store_is_rid_of_it_by_itself(monkeypatch: pytest.MonkeyPatch
         timers.pop().join(60)
     gc.collect()
     assert all(one() is None for one in gone)
+
+
+def test_no_collection_goes_through_what_was_there_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would stop every answer for as long as a pause may take."""
+    from jaxserve.deploy import followers
+
+    done, engine = list[str](), Engine()
+    for name in ("collect", "freeze"):
+        monkeypatch.setattr(followers.gc, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(engine, "start", lambda: done.append("start"), raising=False)
+    monkeypatch.setattr(build, "build_engine", lambda *given, **more: engine)
+    monkeypatch.setattr(followers, "find_checkpoint", lambda config: config)
+    with followers.running_engine(replica_config([])) as running:
+        assert running is engine and done == ["start", "collect", "freeze"]
 
 
 def test_a_cache_that_does_not_come_is_computed_again() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import os
 import shutil
@@ -156,6 +157,8 @@ class Pair:
             for name in ("one", "other")
         ]
         self.engines[1].add_observer(self.watch)
+        gc.collect()
+        gc.freeze()  # as on Ray
 
     @contextlib.contextmanager
     def _run(self, config: Config) -> Iterator[Engine]:
