@@ -202,7 +202,9 @@ def _transport(on_ray: bool) -> Iterator[Transport]:
     with local_cluster(cpus=1, store_bytes=STORE_BYTES):
         from jaxserve.deploy.ray import ObjectStore
 
-        yield ObjectStore()
+        made = ObjectStore()
+        yield made
+        made._held.clear()  # Ray ends a process that drops references after its shutdown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
