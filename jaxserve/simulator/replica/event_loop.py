@@ -89,17 +89,8 @@ def run_in_python(
     loops = Events(len(machines))
     front = Front(setting, machines, loops, outputs)
     late = Lateness(setting.refuse_late)
-    served_by = _serve(
-        machines,
-        arrivals,
-        front=front,
-        loops=loops,
-        queue=queue,
-        late=late,
-        keys=keys,
-        until=traffic.until,
-        progress=options.progress,
-    )
+    loop = _Loop(machines, arrivals, front, loops, queue, late, keys)
+    served_by = loop.run(traffic.until, options.progress)
     logs = [machine.stop(traffic.until) for machine in machines]
     if not setting.keeps_batches:
         logs = [log[:0] for log in logs]
@@ -165,11 +156,17 @@ def _scheduler(policy: Policy, setting: Setting, options: RunOptions) -> Simulat
     )
 
 
-class _Places:
-    """Brings requests to replicas. Arguments as of `_serve`.
+class _Loop:
+    """The event loop.
 
-    Attributes:
-        served_by: The replica of each request, by number.
+    Args:
+        machines: The replicas.
+        arrivals: The requests that come.
+        front: What is in front of the replicas.
+        loops: When the loop of each replica runs next.
+        queue: How many each may take.
+        late: Which of them are refused, since they would be late.
+        keys: Block keys of the requests; None without prefix caching.
     """
 
     def __init__(
@@ -180,12 +177,13 @@ class _Places:
         loops: Events,
         queue: BoundedQueue,
         late: Lateness,
+        keys: BlockKeys | None,
     ) -> None:
         self._machines, self._arrivals, self._front = machines, arrivals, front
-        self._loops, self._queue, self._late = loops, queue, late
-        self.served_by: dict[int, int] = {}
+        self._loops, self._queue, self._late, self._keys = loops, queue, late, keys
+        self._served_by: dict[int, int] = {}  # the replica of each request, by number
 
-    def place(
+    def _place(
         self,
         number: int,
         request: Request,
@@ -202,7 +200,7 @@ class _Places:
             to: The replica to which it moves; REFUSED if it does not.
             sent: Keys of the pages that come along, there or when it arrives.
         """
-        front, served_by, outputs = self._front, self.served_by, self._arrivals.outputs
+        front, served_by, outputs = self._front, self._served_by, self._arrivals.outputs
         begun = outputs.so_far(number) if number in served_by else []
         if to != REFUSED:
             self._queue.leave(served_by[number], number)
@@ -228,58 +226,47 @@ class _Places:
         served_by[number] = chosen
         front.taken(chosen, number, request, now, len(begun))
 
-
-def _serve(
-    machines: list[Replica],
-    arrivals: Arrivals,
-    front: Front,
-    loops: Events,
-    queue: BoundedQueue,
-    late: Lateness,
-    keys: BlockKeys | None,
-    until: float,
-    progress: Callable[[int], None] | None,
-) -> np.ndarray:
-    """Runs the event loop until all requests have ended, or `until`. Returns each request's replica
-    by number, int64 [n], or REFUSED. Raises InvalidPlan if an unchecked plan wants more blocks than
-    are free."""
-    places = _Places(machines, arrivals, front, loops, queue, late)
-    place, served_by = places.place, places.served_by
-    while True:
-        (time, index), arrival, timer = loops.first(), arrivals.next_time, front.next_time
-        if not min(arrival, timer, time) < until:
-            break
-        if arrival <= min(timer, time):
-            number, request = arrivals.take_first()
-            brought: Sequence[bytes] = ()
-            if keys is not None and number < len(keys):
-                known = as_keys(keys.of(number, len(request.prompt)))
-                request = dataclasses.replace(request, block_keys=known)
-                brought = known[: arrivals.brought[number] // keys.block_size]
-            place(number, request, arrival, sent=brought)
-            if progress is not None and number < arrivals.num_open:
-                progress(1)
-        elif timer <= time and front.comes:
-            number, request, to, sent = front.come()
-            place(number, request, timer, to, sent)
-        elif timer <= time:
-            stranded = front.run(arrivals.more)
-            arrivals.release(front.failed, timer)
-            if stranded is not None:
-                place(*stranded, timer)
-        else:
-            machine = machines[index]
-            try:
-                machine.run(min(arrivals.horizon(time), timer, until))
-            except OutOfBlocks as error:
-                raise InvalidPlan(f"more blocks than are free ({error})") from error
-            if machine.began:
-                front.move(index)
-            loops.at(index, machine.next_time)
-            front.changed(index)
-            arrivals.follow()
-            for name, tools in arrivals.release(front.failed, time).items():
-                machine.scheduler.programs.note_tools(name, tools)
-    found = np.full(len(arrivals.outputs.lengths), REFUSED)
-    found[list(served_by.keys())] = list(served_by.values())
-    return found
+    def run(self, until: float, progress: Callable[[int], None] | None) -> np.ndarray:
+        """Runs until all requests have ended, or `until`. Returns each request's replica by number,
+        int64 [n], or REFUSED. Raises InvalidPlan if an unchecked plan wants more blocks than are
+        free."""
+        machines, arrivals, front, loops = self._machines, self._arrivals, self._front, self._loops
+        place, keys, served_by = self._place, self._keys, self._served_by
+        while True:
+            (time, index), arrival, timer = loops.first(), arrivals.next_time, front.next_time
+            if not min(arrival, timer, time) < until:
+                break
+            if arrival <= min(timer, time):
+                number, request = arrivals.take_first()
+                brought: Sequence[bytes] = ()
+                if keys is not None and number < len(keys):
+                    known = as_keys(keys.of(number, len(request.prompt)))
+                    request = dataclasses.replace(request, block_keys=known)
+                    brought = known[: arrivals.brought[number] // keys.block_size]
+                place(number, request, arrival, sent=brought)
+                if progress is not None and number < arrivals.num_open:
+                    progress(1)
+            elif timer <= time and front.comes:
+                number, request, to, sent = front.come()
+                place(number, request, timer, to, sent)
+            elif timer <= time:
+                stranded = front.run(arrivals.more)
+                arrivals.release(front.failed, timer)
+                if stranded is not None:
+                    place(*stranded, timer)
+            else:
+                machine = machines[index]
+                try:
+                    machine.run(min(arrivals.horizon(time), timer, until))
+                except OutOfBlocks as error:
+                    raise InvalidPlan(f"more blocks than are free ({error})") from error
+                if machine.began:
+                    front.move(index)
+                loops.at(index, machine.next_time)
+                front.changed(index)
+                arrivals.follow()
+                for name, tools in arrivals.release(front.failed, time).items():
+                    machine.scheduler.programs.note_tools(name, tools)
+        found = np.full(len(arrivals.outputs.lengths), REFUSED)
+        found[list(served_by.keys())] = list(served_by.values())
+        return found
