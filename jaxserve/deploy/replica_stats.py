@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,6 +41,7 @@ class ReplicaStats(Observer):
         self._engine, self._clock, self._wall = engine, clock, wall
         self._lock = threading.Lock()
         self._learned = Lately()
+        self._stepped = 0.0, 0.0  # the last step's time on both clocks
         self._asked: dict[int, Request] = {}
         self._targets: deque[tuple[float, float]] = deque()  # when, and the TTFT
         self._ended: deque[tuple[float, str, bool]] = deque()  # when, class, whether targets met
@@ -78,11 +79,14 @@ class ReplicaStats(Observer):
         cost, blocks = backlog.cost_model, info.num_blocks
         known = constant_fields(cost, backlog.policy, backlog.limits, blocks, info.block_size)
         taken = take_snapshot(backlog, unfinished, known, self._learned, draining=draining)
-        # An idle replica has not changed since, and a stopped one will not change.
-        age = self._clock() - backlog.time if unfinished and not draining else 0.0
-        numbers: dict[str, Any] = taken.as_dict()
-        numbers["time"] = self._wall() - age
-        return Snapshot(**numbers)
+        at = self._wall()
+        # An idle replica has not changed since, and a stopped one will not change. The time of a
+        # step is said alike each time, however far apart the clocks are read: a later one is news.
+        if unfinished and not draining:
+            if self._stepped[0] != backlog.time:
+                self._stepped = backlog.time, at - (self._clock() - backlog.time)
+            _, at = self._stepped
+        return replace(taken, time=at)
 
     def load(self) -> Load:
         """The load over the last WINDOW_S seconds."""

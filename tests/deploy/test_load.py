@@ -3,6 +3,8 @@ the page of all."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,6 +141,22 @@ def test_one_that_takes_no_more_says_so_as_of_now(tally: ReplicaStats, clock: Cl
     clock.now += 50.0  # no step since
     found = tally.snapshot(draining=True)
     assert found.draining and found.time == 1150.0
+
+
+def test_one_that_is_stuck_says_nothing_new(
+    engine: Engine, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though time passes between the readings of two clocks, at times more of it."""
+    engine.submit(Request("1", (1,)), lambda output: None)
+    steps = [dataclasses.replace(engine.backlog(), time=at) for at in (90.0, 95.0)]
+    walls = iter([1100.0, 1110.5, 1121.0])
+    tally = ReplicaStats(engine, clock=clock, wall=lambda: next(walls))
+    found = []
+    for step in (steps[0], steps[0], steps[1]):
+        monkeypatch.setattr(engine, "backlog", lambda step=step: step)
+        found.append(tally.snapshot().time)
+        clock.now += 10.0
+    assert found == [1090.0, 1090.0, 1096.0]
 
 
 def test_steps_that_take_longer_than_predicted_are_told(
