@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -28,7 +30,9 @@ SNAPSHOT, FINGERPRINT, RANK = "snapshot", "fingerprint", "rank"
 """Keys of a replica's snapshot, system fingerprint, and number among all, from 0, in its routing
 statistics."""
 SILENT_S = 10.0
-"""Seconds without news after which a replica counts as out of reach, if others have some."""
+"""Seconds without news after which a replica counts as out of reach, if another one has had MISSED
+since."""
+MISSED = 3
 _PLACES = 8  # at first
 
 
@@ -81,7 +85,7 @@ class Replicas:
         self._lock = threading.RLock()
         self._places: dict[str, int] = {}
         self._heard: dict[str, float] = {}
-        self._news_at: dict[str, float] = {}
+        self._news_at: dict[str, deque[float]] = {}  # the last MISSED of each
         self.silent: frozenset[str] = frozenset()
         self.at: dict[str, str] = {}
         self._fingerprints: dict[str, str] = {}
@@ -130,12 +134,16 @@ class Replicas:
             return news
 
     def _listen(self, news: Sequence[str], now: float) -> None:
-        """Notes who has news, and who had none for too long."""
-        self._news_at |= dict.fromkeys(news, now)
-        at = self._news_at
-        if max(at.values(), default=0.0) < now:  # nobody has any: news themselves are late
+        """Notes who has news, and who had none for too long. A single piece of others' may be the
+        first after a while in which nobody had any, or come a little earlier by chance."""
+        if not news:
             return
-        self.silent = frozenset(name for name, then in at.items() if now - then > SILENT_S)
+        for name in news:
+            self._news_at.setdefault(name, deque(maxlen=MISSED)).append(now)
+        at = self._news_at
+        often = max((each[0] for each in at.values() if len(each) == MISSED), default=-math.inf)
+        late = min(often, now - SILENT_S)
+        self.silent = frozenset(name for name, each in at.items() if each[-1] < late)
         for name in self.silent:
             self._fleet.lose(self._places[name])
 

@@ -191,13 +191,32 @@ def test_who_says_nothing_while_others_do_is_out_of_reach(monkeypatch: pytest.Mo
     now[0] += 2 * module.SILENT_S
     replicas.update({"a": said(1.0), "b": said(1.0)})
     assert not replicas.silent
-    replicas.update({"a": said(1.0), "b": said(2.0)})
-    assert replicas.silent == {"a"} and replicas.choose(ROUTING_REQUEST, 2.1) == "b"
+    for number in range(module.MISSED):
+        assert not replicas.silent, "a's may be on their way"
+        replicas.update({"a": said(1.0), "b": said(2.0 + number / 10)})
+    assert replicas.silent == {"a"} and replicas.choose(ROUTING_REQUEST, 2.2) == "b"
     replicas.update({"a": said(3.0), "b": said(2.0)})
     assert not replicas.silent and replicas.choose(ROUTING_REQUEST, 3.1) in "ab"
     now[0] += 2 * module.SILENT_S
     replicas.update({"b": said(4.0)})
     assert not replicas.silent, "the other is gone"
+
+
+@pytest.mark.parametrize("pause", [0.0, 3.0])
+def test_nobody_is_out_of_reach_who_is_heard_in_turn(
+    monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    """With the longest period, and when Ray's controller begins again after a while."""
+    replicas, now = Replicas("slo"), [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    times = dict.fromkeys("abc", 1.0)
+    for _ in range(10):
+        for name in "abc":
+            times[name] = now[0] + 1.0
+            replicas.update({name: said(time) for name, time in times.items()})
+            assert not replicas.silent
+            now[0] += 0.1
+        now[0] += module.SILENT_S * (1.0 + pause)
 
 
 def test_one_that_waits_where_it_would_be_late_goes_where_it_is_in_time() -> None:
