@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.sched.routing.estimate import first_token, miss
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
-from jaxserve.sched.routing.moves import Link, Moves, prompt_value, queue_of
+from jaxserve.sched.routing.moves import FEW, Link, Moves, prompt_value, queue_of
 from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
 
 BEHIND = 0.25  # likelihood of missing its own targets from which a request is behind
@@ -115,7 +115,6 @@ class Behind:
                 in_vain += 1
                 continue
             fleet.leave(here, one.ask, now, begun=False)
-            self._moves.note_prompt(to, one.ask)
             fleet.send(to, one.ask, now)
             found.append((number, to))
         return found
@@ -132,7 +131,8 @@ class Behind:
             ask = self._left(one, now, 0.0)
             if ask is None or one.sent > known.time or in_vain >= IN_VAIN:
                 continue
-            longest = known.decode + known.prefill * float(self._moves.late(now)[here])
+            late = min(self._moves.share(now)[here] / FEW, 1.0)
+            longest = known.decode + known.prefill * late
             if miss(longest / ask.tbt) + miss(known.mean_output * longest / ask.jct) < BEHIND:
                 continue
             values, missed = self._moves.decode_values(here, ask, now)

@@ -16,6 +16,7 @@ from jaxserve.sched.routing.snapshot import (
     KNOWN,
     Snapshot,
     add_request,
+    prompt_seconds,
     remove_request,
     reset_known,
 )
@@ -120,7 +121,7 @@ class Fleet:
         columns: The last snapshots, updated by what has been sent since.
         prefixes: Prefixes of each replica; None if not used.
         roles: `Role` of each replica, int8 [replicas].
-        prompts: Seconds of prompts that each has got lately, float64 [replicas], as `Moves` counts.
+        prompts: Seconds of prompts that each has got, float64 [replicas]; `Moves` forgets old ones.
         left: When a request last left each because it was behind, seconds, float64 [replicas].
     """
 
@@ -132,6 +133,7 @@ class Fleet:
         self.prefixes: KnownPrefixes | None = None
         self.roles, self.prompts = np.zeros(count, np.int8), np.zeros(count)
         self.left = np.full(count, -np.inf)
+        self._apart = False  # whether any has a role
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -188,6 +190,7 @@ class Fleet:
     def set_role(self, replica: int, role: Role) -> None:
         """Has the replica compute only that, until it is forgotten."""
         self.roles[replica] = role
+        self._apart = bool(self.roles.any())
 
     def taking(self, up: np.ndarray, *, prompts: bool) -> np.ndarray:
         """Which of the replicas that are up take prompts, or requests behind them: those for both
@@ -200,6 +203,8 @@ class Fleet:
         Returns:
             bool [replicas].
         """
+        if not self._apart:
+            return up
         mine = up & (self.roles != (Role.DECODES if prompts else Role.PROMPTS))
         return mine if mine.any() else up
 
@@ -243,6 +248,8 @@ class Fleet:
         if self.prefixes is not None and not moves:
             found = self.prefixes.send(replica, ask.marks, ask.hint, now) * known.block_size
         self._sent[replica].append((now, ask, found))
+        if not moves:
+            self.prompts[replica] += prompt_seconds(known, ask, found)
         add_request(known, ask, found, now)
         self._known[:, replica] = [*vars(known).values()]
 

@@ -3,26 +3,30 @@
 
 No replica is for prompts or for decodes unless it has a `Role`. A prompt goes where it comes first,
 whatever its own target between tokens is; behind it the request goes where its tokens are predicted
-to be in time. So replicas with tight targets attract decodes and repel prompts by themselves.
+to be in time. So replicas with tight targets attract decodes and repel prompts by themselves. Where
+prompts make no token late, requests stay where they are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.routing.estimate import START, miss, violation
+from jaxserve.sched.routing.estimate import NEAR, START, miss, violation
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
-from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
+from jaxserve.sched.routing.snapshot import prompt_blocks
 from jaxserve.sched.slo.classes import time_of
 
 GAIN = 0.05  # targets that a move has to save
+STEPS = 2.0  # that are under way, or planned, where a request comes
 LATELY = 60.0  # seconds over which prompts are counted
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
 PACKED = 0.1  # targets that a prompt gains where all of the time is for prompts
 LESS = 0.02  # how late tokens become by a prompt where they are late by others
+ONWARD = 0.2  # targets that a request may lose on its way from where its tokens would be late
 FEW = 0.01  # share of the time for prompts that makes the 99th percentile of decodes late
 
 
@@ -94,15 +98,7 @@ class Moves:
             now: Seconds, on the snapshots' clock.
         """
         values = self.prompt_values(ask, now)
-        place = int(np.where(self._fleet.taking(up, prompts=True), values, np.inf).argmin())
-        self.note_prompt(place, ask)
-        return place
-
-    def note_prompt(self, place: int, ask: RoutingRequest) -> None:
-        """Counts a prompt that a replica gets."""
-        found = self._fleet.found(ask)
-        each = found if isinstance(found, float) else float(found[place])
-        self._fleet.prompts[place] += prompt_seconds(self._fleet.row(place), ask, each)
+        return int(np.where(self._fleet.taking(up, prompts=True), values, np.inf).argmin())
 
     def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
         """What a prompt would cost at each replica, in targets, [replicas]."""
@@ -140,25 +136,26 @@ class Moves:
         s, link = self._fleet.columns, self._link
         away = np.arange(len(self._fleet)) != here
         decode = s.decode + away * (s.row + ask.prompt_len * s.read)
-        longest = decode + s.prefill * self.late(now)
+        share = self.share(now)
+        longest = decode + s.prefill * np.minimum(share / FEW, 1.0)
         blocks = np.maximum(s.realtime_short + prompt_blocks(s, ask), 0.0) * s.per_block
         rows = np.maximum(s.rows_short + 1.0, 0.0) * s.per_row
-        pause = away * (link.seconds(ask.prompt_len) + np.maximum(blocks, rows))
+        way = link.seconds(ask.prompt_len) + np.maximum(blocks, rows)
+        pause = away * (way + STEPS * decode)
         ends = miss((pause + s.mean_output[here] * longest) / ask.jct)
         paused = miss(pause / ask.tbt) + ends
         values = miss(longest / np.minimum(s.tbt, ask.tbt)) + paused + GAIN * away
-        values += START * longest / min(ask.tbt, 1.0) + self.share(now)
+        values += START * longest / min(ask.tbt, 1.0) + share * (
+            s.decode + s.prefill > NEAR * ask.tbt
+        )
         return values, miss(longest / ask.tbt) + paused
 
     def share(self, now: float) -> np.ndarray:
         """Which share of the time each replica has computed prompts lately, [replicas]."""
-        self._fleet.prompts *= np.exp((self._time - now) / LATELY)
-        self._time = now
+        if now != self._time:
+            self._fleet.prompts *= math.exp((self._time - now) / LATELY)
+            self._time = now
         return self._fleet.prompts / LATELY
-
-    def late(self, now: float) -> np.ndarray:
-        """To what degree tokens of each replica are late by prompts, 0 to 1, [replicas]."""
-        return np.minimum(self.share(now) / FEW, 1.0)
 
 
 def queue_of(s: Any, ask: RoutingRequest) -> tuple[Any, Any]:
@@ -186,6 +183,9 @@ def prompt_value(
     """
     # Its own time between tokens is a matter of where it goes on.
     value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
-    beside = miss((s.decode + s.prefill) / s.tbt)
+    step = s.decode + s.prefill
     victims = np.minimum(s.running * np.maximum(1.0 - share / FEW, LESS), MOST)
-    return value + beside * (victims - 1.0) - PACKED * share
+    # Where prompts make no token of it late, they need not be apart.
+    packed = PACKED * share * (step > NEAR * ask.tbt)
+    value += ONWARD * miss(step / ask.tbt)
+    return value + miss(step / s.tbt) * (victims - 1.0) - packed

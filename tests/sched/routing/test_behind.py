@@ -145,3 +145,24 @@ def test_each_leaves_once_and_elsewhere(
     known = router.fleet.row(0)
     assert all(getattr(known, name) == getattr(known, name) for name in KNOWN.names or ())
     assert known.realtime_work >= 0 and known.best_effort_work >= 0
+
+
+def stepping(seconds: float) -> Any:
+    """A replica whose steps take so long."""
+    of_one = float(routed(busy(time=1.0, running=4)).fleet.columns.decode[0])
+    return busy(time=1.0, running=4, pace=seconds / of_one)
+
+
+def test_whoever_moves_waits_for_the_steps_that_are_under_way_there() -> None:
+    ask = RoutingRequest(100, tbt=0.05)
+    # It would wait for two of 25 ms, which is as bad as tokens that come after 37 ms each.
+    assert routed(stepping(0.037), stepping(0.025)).goes_on_at(0, ask, 1.0) == 0
+    assert routed(stepping(0.037), stepping(0.01)).goes_on_at(0, ask, 1.0) == 1
+
+
+def test_prompts_are_apart_only_where_tokens_would_be_late_beside_them() -> None:
+    for tbt, place in ((0.02, 1), (1.0, 0)):
+        router = routed(IDLE, IDLE)
+        router.fleet.send(0, PROMPT, 1.0)
+        router.fleet.prompts[0] = 20.0
+        assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
