@@ -336,7 +336,8 @@ class Ingress:
                 yield piece
         except Unserved as error:
             said = getattr(error, "cause", error)  # Ray's own error has the same type
-            raise ReplicaLost(said.reason, dead=True, replica=said.replica) from None
+            gone, final = said.replica, said.final
+            raise ReplicaLost(said.reason, dead=True, replica=gone, final=final) from None
         except (RayTaskError, TaskCancelledError):  # the replica's error; a client that has gone
             raise
         except RayError as error:  # of its actor, its node, or its data

@@ -57,6 +57,7 @@ LEAVE_S = 2.0
 """Seconds that the answers of a replica that is to go may still take."""
 _EXPORT_S, _MOST_BYTES = 1.5, 256 << 20  # for all answers; of one answer's cache
 _LARGE = 1 << 16  # bytes of a record that takes milliseconds to read
+_REFUSED = (CallOutcome.INVALID, CallOutcome.MALFORMED, CallOutcome.UNAUTHENTICATED)  # for good
 _BROKEN_OFF = (CallOutcome.ENGINE_FAILED, CallOutcome.SHUTTING_DOWN)
 
 
@@ -321,8 +322,10 @@ class EngineReplica:
         """Raises Unserved if the answer has not been resumed, or has broken off."""
         why, call = self._frontends.requests.closed, passage.call
         if passage.silent:
-            refused = "" if call is None else call.reason
-            raise Unserved(why or refused or "it was not resumed", self._name if why else "")
+            refused, final = "it was not resumed", False
+            if call is not None:
+                refused, final = call.reason or refused, call.outcome in _REFUSED
+            raise Unserved(why or refused, self._name if why else "", final and why is None)
         if passage.begun and why is not None and call is not None and call.outcome in _BROKEN_OFF:
             raise Unserved(why, self._name)
 

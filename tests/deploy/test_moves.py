@@ -784,6 +784,7 @@ def resumed(engine: Engine, point: ResumePoint, **body: Any) -> list[Any] | str:
         return served(call, [engine])
     except Unserved as error:
         assert not error.replica  # it may take other calls
+        assert error.final == (error.reason.startswith(("generated:", "nonsense"))), error.reason
         return error.reason
 
 

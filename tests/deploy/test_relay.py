@@ -15,6 +15,7 @@ from jaxserve.server.moves import resume_point
 from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint
 
 HEAD, DEAD, AWAY, FAILED, FULL = "head", "dead", "away", "failed", "full"
+REFUSED = "refused"  # for good
 NOBODY = "nobody"  # is there who could answer
 BEGUN = Begun("fp_1")
 
@@ -46,6 +47,8 @@ class Fleet:
                     await asyncio.Event().wait()
                 if step == FULL:
                     raise ReplicaLost("its queue is full", dead=True)
+                if step == REFUSED:
+                    raise ReplicaLost("max_tokens is 1", dead=True, final=True)
                 yield list(step)
         finally:
             self.closed += 1
@@ -183,3 +186,12 @@ def test_what_is_too_long_to_be_kept_is_not_resumed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resume_point, "MOST_VALUES", 3)
     fleet = Fleet([[BEGUN, "a", passed(1, 2)], ["b", passed(3, 4)], ["c", passed(5)], DEAD], [])
     assert read(fleet)[0] == ["a", "b", "c"] and fleet.unused == 1
+
+
+def test_what_is_refused_for_good_is_not_tried_again() -> None:
+    """A replica of the same system would say the same."""
+    begun = [BEGUN, "a", Passed(0, (1,), (0.1,))]
+    fleet = Fleet([begun, DEAD], [REFUSED], [["never"]])
+    parts, error = read(fleet)
+    assert parts == ["a"] and error is not None and "max_tokens is 1" in error
+    assert fleet.unused == 1

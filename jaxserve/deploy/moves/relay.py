@@ -33,11 +33,12 @@ class Unserved(RuntimeError):
     Args:
         reason: why.
         replica: its name if it takes no more calls; empty if it may take this one later.
+        final: whether none like it will ever take it.
     """
 
-    def __init__(self, reason: str, replica: str) -> None:
-        super().__init__(reason, replica)  # as it is pickled
-        self.reason, self.replica = reason, replica
+    def __init__(self, reason: str, replica: str, final: bool = False) -> None:
+        super().__init__(reason, replica, final)  # as it is pickled
+        self.reason, self.replica, self.final = reason, replica, final
 
 
 class ReplicaLost(RuntimeError):
@@ -48,11 +49,12 @@ class ReplicaLost(RuntimeError):
         dead: whether the replica has certainly stopped serving. If not, it may still be computing,
             out of reach, and the call is not repeated.
         replica: its name if its process still runs and takes no more calls; empty otherwise.
+        final: whether none like it will ever take the call.
     """
 
-    def __init__(self, reason: str, *, dead: bool, replica: str = "") -> None:
+    def __init__(self, reason: str, *, dead: bool, replica: str = "", final: bool = False) -> None:
         super().__init__(f"the replica that served the request is gone: {reason}")
-        self.dead, self.replica = dead, replica
+        self.dead, self.replica, self.final = dead, replica, final
 
 
 class _Left(ReplicaLost):
@@ -252,7 +254,7 @@ class Relay:
             self._lost_at, self._decided = now, True
             point.moved.append(max(0.0, time.time() - point.arrived))
             point.why = why
-        elif now - self._lost_at > RESUME_S:
+        elif lost.final or now - self._lost_at > RESUME_S:
             raise lost
         else:
             await asyncio.sleep(min(_PAUSE_S * self._tries, _LONGEST_PAUSE_S))
