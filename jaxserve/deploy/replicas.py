@@ -65,7 +65,8 @@ class Replicas:
     Attributes:
         moves: whether there is a link.
         silent: names of those that are out of reach. They get nothing until there is news.
-        at: where each call was sent, by `Where.call`; whoever sends it removes it.
+        at: where each call was sent, by `Where.call`, in a list of one or none. Whoever sends the
+            call puts it there, and removes it.
 
     Raises:
         ValueError: there is no such routing.
@@ -87,7 +88,7 @@ class Replicas:
         self._heard: dict[str, float] = {}
         self._news_at: dict[str, deque[float]] = {}  # the last MISSED of each
         self.silent: frozenset[str] = frozenset()
-        self.at: dict[str, str] = {}
+        self.at: dict[str, list[str]] = {}
         self._fingerprints: dict[str, str] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -183,6 +184,11 @@ class Replicas:
             unlike = self._unlike(begun)  # all of them are of the same system
             found = self._router.behind(self._places[here], there, now, unlike)
             return [(index, self._name(to)) for index, to in found]
+
+    def goes_to(self, call: str, name: str) -> None:
+        """Notes where a call is sent, unless it has ended meanwhile. call: as of `Where`."""
+        if (at := self.at.get(call)) is not None:
+            at[:] = [name]
 
     def sent(
         self, name: str, routing_request: RoutingRequest, now: float, *, moves: bool = False

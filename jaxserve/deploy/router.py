@@ -82,6 +82,7 @@ class SnapshotRouter(RequestRouter):
             name = where.to if known else self._known.choose(_ask(pending_request), time.time())
         except NoReplica:  # the last replica has gone, which is not known yet
             return [candidate_replicas]
+        self._known.goes_to(where.call, name)  # it may be out of reach, and never accept
         chosen = there.pop(name, None)
         rest = list(there.values())
         return [group for group in ([chosen] if chosen else [], rest) if group]
@@ -93,10 +94,10 @@ class SnapshotRouter(RequestRouter):
         if ROUTING_REQUEST not in pending_request.kwargs:  # not a call of a client
             return
         where = pending_request.kwargs.get(WHERE)
-        if where is not None and where.call:
-            self._known.at[where.call] = replica_id.unique_id
-        if where is not None and where.to == replica_id.unique_id:
-            return  # it was counted when that was decided
+        if where is not None:
+            self._known.goes_to(where.call, replica_id.unique_id)
+            if where.to == replica_id.unique_id:
+                return  # it was counted when that was decided
         moves = PAGES in pending_request.kwargs
         self._known.sent(replica_id.unique_id, _ask(pending_request), time.time(), moves=moves)
 

@@ -17,7 +17,7 @@ from jaxserve.client import make_embed_request, make_score_request
 from jaxserve.config import ConfigError
 from jaxserve.deploy.in_process import Status
 from jaxserve.deploy.moves.relay import Unserved
-from jaxserve.deploy.replicas import NOTHING, ROUTING_REQUEST, WHERE
+from jaxserve.deploy.replicas import NOTHING, ROUTING_REQUEST, WHERE, Where
 from jaxserve.server.moves.resume_point import ResumePoint
 from jaxserve.server.proto import generation_pb2 as pb
 
@@ -357,6 +357,27 @@ def test_info_is_any_replicas() -> None:
     call = Ingress(handle).GetServerInfo(pb.GetServerInfoRequest(), Context())  # type: ignore[arg-type]
     assert asyncio.run(call).model == "m"
     assert handle.calls[0][0][0] == "/jaxserve.v1.Generation/GetServerInfo"
+
+
+def test_where_a_call_is_sent_is_known_before_it_is_accepted_and_until_it_ends() -> None:
+    """A replica that is out of reach accepts nothing; a client may hang up meanwhile."""
+    from jaxserve.deploy.router import SnapshotRouter
+
+    router = SnapshotRouter.__new__(SnapshotRouter)
+    router.initialize_state(routing="least_loaded")
+    known, ids = router._known, {name: SimpleNamespace(unique_id=name) for name in "ab"}
+    known.update({"a": None, "b": None})
+    replicas = [SimpleNamespace(replica_id=each) for each in ids.values()]
+    named = {ROUTING_REQUEST: NOTHING, WHERE: Where(to="b", call="key")}
+    call: Any = SimpleNamespace(routing_context=SimpleNamespace(), kwargs=named)
+    known.at["key"] = []
+    asyncio.run(router.choose_replicas(replicas, call))
+    assert known.at == {"key": ["b"]}
+    router.on_request_routed(call, ids["a"], None)
+    assert known.at == {"key": ["a"]}
+    del known.at["key"]
+    router.on_request_routed(call, ids["b"], None)
+    assert not known.at
 
 
 def test_the_autoscaler_reads_what_replicas_say() -> None:

@@ -32,7 +32,7 @@ class Decides:
 
     def __init__(self, to: str | None = None, late: Sequence[tuple[int, str]] = ()) -> None:
         self.to, self.late, self.silent = to, list(late), frozenset[str]()
-        self.at: dict[str, str] = {}
+        self.at: dict[str, list[str]] = {}
         self.moves = True
         self.asked: list[tuple[str, RoutingRequest]] = []
         self.there: list[tuple[str, list[Sent]]] = []
@@ -181,7 +181,7 @@ def test_one_whose_replica_is_out_of_reach_goes_elsewhere(begun: bool) -> None:
         async def later() -> None:
             while not relay.replica or (begun and not relay.point.outputs):
                 await asyncio.sleep(0)
-            decides.at[relay.point.key] = "r0"
+            decides.at[relay.point.key][:] = ["r0"]
             mover.heard(["r1"], False)
 
         waiting = asyncio.create_task(later())

@@ -62,6 +62,8 @@ class Mover:
     def add(self, relay: Relay, ask: RoutingRequest) -> None:
         """An answer begins."""
         self._calls[relay] = _Call(ask)
+        if (replicas := self._replicas()) is not None:
+            replicas.at[relay.point.key] = []
 
     def discard(self, relay: Relay) -> None:
         """An answer has ended."""
@@ -107,7 +109,7 @@ class Mover:
             return
         lost, self._silent = replicas.silent - self._silent, replicas.silent
         for relay in list(self._calls) if lost else ():
-            if replicas.at.get(relay.point.key) in lost:
+            if not lost.isdisjoint(replicas.at.get(relay.point.key, ())):
                 relay.turn()
         now = time.time()
         for name in names if replicas.moves else ():
