@@ -90,6 +90,7 @@ class Replicas:
         self.silent: frozenset[str] = frozenset()
         self.at: dict[str, list[str]] = {}
         self._fingerprints: dict[str, str] = {}
+        self._alike = ""  # all replicas' fingerprint, if they have one
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -121,6 +122,8 @@ class Replicas:
             for name in said:
                 if name not in self._places:
                     self._add(name)
+            kinds = {self._fingerprints.get(name, "") for name in self._places}
+            self._alike = kinds.pop() if len(kinds) == 1 else ""
             if any(self._roles):
                 for name, rank in (ranks or {}).items():
                     role = Role.PROMPTS if rank < self._roles[0] else Role.DECODES
@@ -226,7 +229,9 @@ class Replicas:
     def _unlike(self, ask: RoutingRequest) -> list[int]:
         """Replicas that cannot go on with the request."""
         wanted, known = ask.fingerprint, self._fingerprints
-        return [at for name, at in self._places.items() if wanted and known.get(name) != wanted]
+        if wanted in ("", self._alike):
+            return []
+        return [at for name, at in self._places.items() if known.get(name) != wanted]
 
     def _add(self, name: str) -> None:
         if len(self._places) == len(self._fleet):

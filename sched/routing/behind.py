@@ -125,14 +125,18 @@ class Behind:
         """Those that decode, the shortest first: they cost the least to move."""
         fleet, found, in_vain = self._fleet, list[tuple[int, int]](), 0
         may = self._others(up, here, now, prompts=False)
-        running = [number for number, one in enumerate(there) if one.begun]
+        running = [
+            number
+            for number, one in enumerate(there)
+            if one.begun and min(one.ask.tbt, one.ask.jct) < np.inf
+        ]
+        known, late = fleet.row(here), min(self._moves.share(now)[here] / FEW, 1.0)
+        longest = known.decode + known.prefill * late
         for number in sorted(running, key=lambda number: there[number].ask.prompt_len):
-            one, known = there[number], fleet.row(here)
+            one = there[number]
             ask = self._left(one, now, 0.0)
             if ask is None or one.sent > known.time or in_vain >= IN_VAIN:
                 continue
-            late = min(self._moves.share(now)[here] / FEW, 1.0)
-            longest = known.decode + known.prefill * late
             if miss(longest / ask.tbt) + miss(known.mean_output * longest / ask.jct) < BEHIND:
                 continue
             values, missed = self._moves.decode_values(here, ask, now)
@@ -143,6 +147,8 @@ class Behind:
             fleet.leave(here, ask, now, begun=True)
             fleet.send(to, ask, now, moves=True)
             found.append((number, to))
+            known = fleet.row(here)
+            longest = known.decode + known.prefill * late
         return found
 
     def _others(self, up: np.ndarray, here: int, now: float, *, prompts: bool) -> np.ndarray:

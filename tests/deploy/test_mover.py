@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from jaxserve.deploy.moves.transport import Transport
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import RoutingRequest
+from jaxserve.server.moves.resume_point import Begun, ResumePoint
 from tests.deploy.engine import Engine
 from tests.deploy.test_moves import FINGERPRINT, Fleet, Paced, events, served
 
@@ -168,6 +170,27 @@ def test_one_that_is_late_goes_elsewhere(begun: bool) -> None:
     assert fleet.points[1].why == ("late" if begun else "")
     ((here, (sent,)),) = decides.there
     assert here == "r0" and sent.begun == begun and sent.sent >= sent.arrived
+
+
+def test_others_have_their_turn_while_it_looks_at_hundreds_of_replicas() -> None:
+    decides, names = Decides(), [f"r{number}" for number in range(300)]
+    mover = Mover(lambda: decides, lambda *_: None)  # type: ignore[arg-type, return-value]
+    seen = list[int]()
+
+    async def look() -> None:
+        for name in names:
+            relay = Relay(lambda *_: None, bool, ResumePoint(arrived=0.0), watch=mover)  # type: ignore[arg-type, return-value]
+            mover.add(relay, ASK)
+            relay._take([Begun(FINGERPRINT, name)])
+        mover.heard([*names, "gone"], False)
+        mover.heard(names[:1], False)
+        while mover._tasks:
+            seen.append(len(decides.there))
+            await asyncio.sleep(0)
+
+    asyncio.run(look())
+    assert [here for here, _ in decides.there] == names, "each once"
+    assert all(more - fewer <= 1 for fewer, more in itertools.pairwise(seen))
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -7,8 +7,9 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.deploy.moves.relay import LEAVE_S, Relay
 from jaxserve.deploy.replicas import Replicas
@@ -57,6 +58,7 @@ class Mover:
         self._calls: dict[Relay, _Call] = {}
         self._there = defaultdict[str, dict[Relay, None]](dict)  # by replica, in order of arrival
         self._silent: frozenset[str] = frozenset()
+        self._news: dict[str, None] = {}  # replicas whose answers are to be looked at
         self._tasks = set[asyncio.Task[None]]()
 
     def add(self, relay: Relay, ask: RoutingRequest) -> None:
@@ -89,7 +91,7 @@ class Mover:
         replicas = self._replicas()
         if replicas is None or relay.moving:
             return
-        to = replicas.goes_on_at(relay.replica, self._ask(relay), time.time())
+        to = replicas.goes_on_at(relay.replica, self._ask(relay, relay.tokens), time.time())
         if to is not None:
             self._move(relay, to, "prefilled")
 
@@ -111,32 +113,54 @@ class Mover:
         for relay in list(self._calls) if lost else ():
             if not lost.isdisjoint(replicas.at.get(relay.point.key, ())):
                 relay.turn()
-        now = time.time()
-        for name in names if replicas.moves else ():
-            mine = [
-                relay
-                for relay in self._there.get(name, ())
-                if relay.replica == name and not relay.moving
-            ]
-            asked = list(map(self._sent, mine))
-            for index, to in replicas.behind(name, asked, now) if asked else ():
-                self._calls[mine[index]].late += 1
-                self._move(mine[index], to, "late")
+        looks = bool(self._news)
+        if replicas.moves:
+            self._news |= dict.fromkeys(name for name in names if name in self._there)
+        if self._news and not looks:
+            self._start(self._look())
+
+    async def _look(self) -> None:
+        """Looks for late answers at all replicas with news, one after the other: there may be
+        hundreds, and others wait for the event loop."""
+        try:
+            while self._news:
+                name = next(iter(self._news))
+                del self._news[name]
+                if (replicas := self._replicas()) is not None:
+                    self._look_at(name, replicas)
+                await asyncio.sleep(0)
+        finally:
+            self._news.clear()
+
+    def _look_at(self, name: str, replicas: Replicas) -> None:
+        mine = [
+            relay
+            for relay in self._there.get(name, ())
+            if relay.replica == name and not relay.moving
+        ]
+        asked = list(map(self._sent, mine))
+        for index, to in replicas.behind(name, asked, time.time()) if asked else ():
+            self._calls[mine[index]].late += 1
+            self._move(mine[index], to, "late")
 
     def _sent(self, relay: Relay) -> Sent:
-        call, begun = self._calls[relay], relay.tokens > self._calls[relay].before
-        return Sent(self._ask(relay), relay.point.arrived, call.since, begun, call.late)
+        call, tokens = self._calls[relay], relay.tokens
+        ask, begun = self._ask(relay, tokens), tokens > call.before
+        return Sent(ask, relay.point.arrived, call.since, begun, call.late)
 
-    def _ask(self, relay: Relay) -> RoutingRequest:
+    def _ask(self, relay: Relay, tokens: int) -> RoutingRequest:
         """What of the call is to be computed at another replica."""
-        return self._calls[relay].ask.after(relay.tokens, relay.point.fingerprint)
+        return self._calls[relay].ask.after(tokens, relay.point.fingerprint)
 
     def _move(self, relay: Relay, to: str, why: Why) -> None:
         relay.move(to, why)
         if relay.tokens:
-            task = asyncio.create_task(self._leave(relay, relay.replica))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._leave(relay, relay.replica))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _leave(self, relay: Relay, name: str) -> None:
         """Has the replica leave the answer. One that says nothing is left all the same."""
