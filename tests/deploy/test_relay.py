@@ -17,7 +17,7 @@ from jaxserve.server.moves.resume_point import Begun, Passed, ResumePoint
 HEAD, DEAD, AWAY, FAILED, FULL = "head", "dead", "away", "failed", "full"
 REFUSED = "refused"  # for good
 NOBODY = "nobody"  # is there who could answer
-BEGUN = Begun("fp_1")
+BEGUN = Begun("fp_1", "r")
 
 
 class Fleet:
@@ -195,3 +195,56 @@ def test_what_is_refused_for_good_is_not_tried_again() -> None:
     parts, error = read(fleet)
     assert parts == ["a"] and error is not None and "max_tokens is 1" in error
     assert fleet.unused == 1
+
+
+def test_it_may_be_told_to_turn_again_while_it_does() -> None:
+    """Whoever tells many answers is not stopped by one."""
+    fleet, told = Fleet([[HEAD], NOBODY], [[HEAD, "b"]]), list[str]()
+
+    async def run() -> None:
+        relay = Relay(fleet.send, lambda part: part != HEAD, ResumePoint(arrived=1.0))
+
+        def turn() -> None:
+            relay.turn()
+            told.append("turn")
+
+        async def later() -> None:
+            while not relay._held:
+                await asyncio.sleep(0)
+            turn()
+            for _ in range(3):
+                asyncio.get_running_loop().call_soon(turn)
+
+        telling = asyncio.create_task(later())
+        told.extend([part async for piece in relay.pieces() for part in piece])
+        await telling
+
+    asyncio.run(run())
+    assert told == [*4 * ["turn"], HEAD, "b"]
+
+
+class Heard:
+    """Of an answer."""
+
+    def __init__(self) -> None:
+        self.begun_at: list[int] = []  # after how many tokens
+
+    def begun(self, relay: Relay) -> None:
+        self.begun_at.append(relay.tokens)
+
+    def prefilled(self, relay: Relay) -> None:
+        pass
+
+
+def test_it_is_told_who_has_begun_also_if_the_same_one_goes_on() -> None:
+    """As where nobody else was there, so that what waits is not taken for what runs."""
+    piece, heard = [b"a", Passed(0, (1,), (0.1,))], Heard()
+    fleet = Fleet([[BEGUN], piece, DEAD], [[BEGUN], [b"b"]])
+
+    async def run() -> None:
+        point = ResumePoint(arrived=1.0)
+        relay = Relay(fleet.send, bool, point, watch=heard)
+        assert [part async for piece in relay.pieces() for part in piece] == [b"a", b"b"]
+
+    asyncio.run(run())
+    assert heard.begun_at == [0, 1]

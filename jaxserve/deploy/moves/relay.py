@@ -168,7 +168,7 @@ class Relay:
         if self._begun and not (self._answered.begun and self._answered.has_tokens):
             return
         self._leaving = True
-        if self._alarm is not None:
+        if self._alarm is not None and not self._alarm.expired():
             self._alarm.reschedule(asyncio.get_running_loop().time())
 
     def stay(self) -> None:
@@ -210,7 +210,7 @@ class Relay:
 
     def _take(self, piece: list[Any]) -> list[Any]:
         """The parts that can be passed on now."""
-        before, self._waiting = self._answered.replica, False
+        before, self._waiting = "" if self._waiting else self._answered.replica, False
         parts = self._answered.take(piece)
         if parts or not isinstance(piece[-1], Begun):
             self._tries = 0
