@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import math
 import pickle
 import threading
 import weakref
@@ -836,8 +837,10 @@ def test_a_record_is_checked(record: bytes, problem: str) -> None:
 
 
 def long_point(tokens: int, top: int) -> ResumePoint:
-    """Of two continuations, the second of which has no log-probabilities."""
-    logprobs = [(-0.5 - one, [(each, -1.5) for each in range(top)]) for one in range(tokens)]
+    """Of two continuations, the second of which has no log-probabilities. The first has also that
+    of what cannot be."""
+    given = [(each, -1.5 if each else -math.inf) for each in range(top)]
+    logprobs = [(-0.5 - one, given) for one in range(tokens)]
     first = {"tokens": list(range(tokens)), "times": [0.5 * one for one in range(tokens)]}
     outputs = [{"number": 3, **first, "logprobs": logprobs, "given_up": True}]
     outputs += [{"number": 1, "tokens": [7], "times": [0.25], "logprobs": []}]

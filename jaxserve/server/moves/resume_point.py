@@ -77,7 +77,7 @@ def unmarked(piece: Sequence[Any]) -> list[Any]:
 class Progress(BaseModel):
     """What was passed on of one continuation, as in `Passed`."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, ser_json_inf_nan="constants")
 
     number: int = Field(ge=0, lt=_MOST_OUTPUTS)
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 31)]] = Field(max_length=MOST_VALUES)
