@@ -223,6 +223,30 @@ def test_it_may_be_told_to_turn_again_while_it_does() -> None:
     assert told == [*4 * ["turn"], HEAD, "b"]
 
 
+def test_one_that_has_waited_where_it_goes_on_may_move_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it has said nothing there for longer than others have to begin."""
+    monkeypatch.setattr(module, "RESUME_S", 0.0)
+    begun = [BEGUN, "a", passed(1)]
+    fleet = Fleet([begun, DEAD], [[Begun("fp_1", "s")], NOBODY], [[BEGUN], ["b"]])
+
+    async def run() -> list[str]:
+        relay = Relay(fleet.send, bool, ResumePoint(arrived=1.0))
+
+        async def later() -> None:
+            while relay.replica != "s":
+                await asyncio.sleep(0)
+            relay.turn()
+
+        telling = asyncio.create_task(later())
+        told = [part async for piece in relay.pieces() for part in piece]
+        await telling
+        return told
+
+    assert asyncio.run(run()) == ["a", "b"] and len(fleet.points[-1].moved) == 2
+
+
 class Heard:
     """Of an answer."""
 

@@ -130,6 +130,8 @@ class Relay:
             except _Left as lost:
                 gone = self._answered.left or self._is_to_leave()
                 left: Why = "drained" if gone else "lost"
+                if not self._waiting:  # it went on there, so this is another move
+                    self._tries = 0
                 await self._turn(lost, self._moving[1] or left)
             except ReplicaLost as lost:
                 await self._turn(lost, "lost")
