@@ -76,7 +76,7 @@ def test_a_sentence_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
             if isinstance(case, Decision):
                 return cell.Cost(1e-5)
             if isinstance(case, Apart):
-                return ServedApart(0.9, 1.0, 1.0)
+                return ServedApart(0.9, 1.0, 1.0, 9.0)
             if isinstance(case, Talk):
                 mine = case.router == worse.router and case.replicas == worse.replicas
                 return Said(0.5 if mine and worse.scene == "talk" else 0.9, 9.0, 0.5, 0.6, 0.1, 1.0)

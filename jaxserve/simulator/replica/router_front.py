@@ -57,6 +57,7 @@ class Front:
         # When, whose, where, and the keys of pages that come along.
         self._travelling: list[tuple[float, int, int, list[bytes]]] = []
         self._requests: dict[int, Request] = {}  # of those that may move
+        self._asks: dict[int, RoutingRequest] = {}  # likewise
         # By replica: what is there, or was, since when, and with how many tokens it came.
         self._stays: list[dict[int, tuple[float, int]]] = [{} for _ in range(count)]
         self._moved: Counter[int] = Counter()  # how often, because they were behind
@@ -133,6 +134,9 @@ class Front:
         self._at[number] = replica
         if self._setting.routing.link is not None:
             self._requests[number] = request
+            if number not in self._asks:
+                ask = RoutingRequest.from_request(request, self._setting.block_size)
+                self._asks[number] = ask
             self._stays[replica][number] = now, begun
 
     def move(self, replica: int) -> None:
@@ -140,10 +144,10 @@ class Front:
         machine = self._machines[replica]
         began, machine.began = machine.began, []
         for number in began:
-            router, request = self._routers[number % self._step], self._requests[number]
+            router = self._routers[number % self._step]
             now = float(self._outputs.times[self._outputs.offsets[number]])
             self._look(number % self._step, now)
-            ask = RoutingRequest.from_request(request, self._setting.block_size).after(1, "")
+            ask = self._asks[number].after(1, "")
             here = replica // self._step
             place = router.goes_on_at(here, ask, now)
             if place == here or self._outputs.over[number] or self._at[number] != replica:
@@ -252,8 +256,7 @@ class Front:
     def _sent(self, number: int, since: float, before: int, now: float) -> Sent:
         """What the router knows of a request. since, before: of `_stays`."""
         tokens = sum(time <= now for time in self._outputs.so_far(number))
-        request = self._requests[number]
-        ask = RoutingRequest.from_request(request, self._setting.block_size).after(tokens, "")
+        request, ask = self._requests[number], self._asks[number].after(tokens, "")
         return Sent(ask, request.arrival, since, tokens > before, self._moved[number])
 
     def _fleet(self, replica: int) -> Fleet:

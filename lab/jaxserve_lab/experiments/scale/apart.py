@@ -25,9 +25,12 @@ from jaxserve_lab.experiments.scale.traffic import traffic
 
 MODEL, DEVICE = "llama-3-8b", "a100"
 BYTES_PER_S, LATENCY = 25e9, 0.002  # of a link of 200 Gb/s
+LINK = Link(LATENCY, MODELS[MODEL].kv_bytes / BYTES_PER_S)
+SLOWDOWN = 4.0
 LIMITS = Limits(8192, 512, 256)
 LONG_TTFT, LONG_TBT = 1.0, 0.05  # seconds, of long prompts
-WORK = {"Azure": (3.5, 4.5), "conversations": (1.0, 1.5), "long prompts": (2.5, 4.0)}
+LONG = "long prompts"
+WORK = {"Azure": (3.5, 4.5), "conversations": (1.0, 1.5), LONG: (2.5, 4.0)}
 """Requests/s of a replica, by workload."""
 SHARES = (0.375, 0.5, 0.625, 0.75)  # of the replicas for prompts only
 WAYS = ("together", "moves", *SHARES)
@@ -44,6 +47,7 @@ class Apart:
         way: Of WAYS: `slo` without moves, with moves, or with a fixed share for prompts only.
         requests: How many come.
         dead: Whether the first replica dies once a third of them have come.
+        slow: Whether it takes SLOWDOWN times as long for every step from then on.
         azure: As `Cell` has it.
     """
 
@@ -53,6 +57,7 @@ class Apart:
     way: str | float
     requests: int
     dead: bool = False
+    slow: bool = False
     azure: str = ""
 
     @property
@@ -62,7 +67,8 @@ class Apart:
 
     def named(self) -> dict[str, Any]:
         """As `AnyCase`."""
-        return {"apart": self.work, **asdict(self), "azure": bool(self.azure)}
+        named = {"apart": self.work, **asdict(self), "azure": bool(self.azure)}
+        return named if self.slow else {k: value for k, value in named.items() if k != "slow"}
 
 
 @dataclass(frozen=True)
@@ -73,24 +79,27 @@ class ServedApart:
         attainment: Share of the requests within all of their targets.
         p99: TTFT in seconds.
         finished: Share of the requests that came to their ends.
+        goodput: Requests/s within all of their targets.
     """
 
     attainment: float
     p99: float
     finished: float
+    goodput: float
 
 
 def serve_apart(case: Apart) -> ServedApart:
     """Simulates it."""
     workload, link, roles = _workload(case), None, None
     if case.way != "together":
-        link = Link(LATENCY, MODELS[MODEL].kv_bytes / BYTES_PER_S)
+        link = LINK
     if not isinstance(case.way, str):
         prompts = math.ceil(case.way * case.replicas)
         roles = prompts, case.replicas - prompts
     faults: tuple[Fault, ...] = ()
-    if case.dead:
-        faults = (Fault(0, float(workload.arrival[len(workload) // 3])),)
+    if case.dead or case.slow:
+        at = float(workload.arrival[len(workload) // 3])
+        faults = (Fault(0, at, SLOWDOWN if case.slow else math.inf),)
     routing = Routing(
         "slo", interval=0.5, age=0.1, loss=0.05, faults=faults, link=link, roles=roles
     )
@@ -110,6 +119,7 @@ def serve_apart(case: Apart) -> ServedApart:
         attainment=digits(float(met.mean())),
         p99=digits(float(np.nanpercentile(requests.ttft, 99))),
         finished=digits(float(requests.finished.mean())),
+        goodput=digits(float(met.sum() / np.nanmax(requests.finish))),
     )
 
 

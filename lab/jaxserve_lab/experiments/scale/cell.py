@@ -16,6 +16,7 @@ from jaxserve.sched.cache.prefix_sketch import KEY_BYTES, PrefixSketch, marks_of
 from jaxserve.sched.policy import Limits
 from jaxserve.sched.registry import make_policy
 from jaxserve.sched.request import Rule
+from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
 from jaxserve.sched.routing.routers import Router
 from jaxserve.sched.routing.take_snapshot import constant_fields, idle_snapshot
@@ -25,12 +26,18 @@ from jaxserve.simulator.settings import EngineOptions, Fault, FleetOptions, Rout
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.systems.systems import system
 from jaxserve_lab.experiments.common.runs import digits, say_compiling
-from jaxserve_lab.experiments.scale.apart import Apart, ServedApart, serve_apart
+from jaxserve_lab.experiments.scale.apart import LINK, Apart, ServedApart, serve_apart
 from jaxserve_lab.experiments.scale.talks import Said, Talk, converse
 from jaxserve_lab.experiments.scale.traffic import KINDS, LONGEST, traffic
 
 SYSTEM, POLICY = "llama-3-8b@a100", "sarathi"
 LIMITS = Limits(LONGEST, 512, 256)
+SOME = 64  # requests at a replica
+MOVES = {
+    "begins": "with a link: a prompt",
+    "goes on": "behind its first token",
+    "behind": f"a snapshot, with {SOME} requests that are behind",
+}
 PART = 50_000  # requests that are judged at once: it takes memory
 SLOWDOWN = 3.0
 SCENES = {
@@ -83,18 +90,21 @@ class Decision:
         router: Name of the router.
         replicas: How many it chooses among.
         prefixes: Whether it looks at these, of prompts of which half is somewhere.
+        move: Of MOVES, with a link; "" without.
         cost: As `AnyCase`; these take no time.
     """
 
     router: str
     replicas: int
     prefixes: bool = False
+    move: str = ""
     cost: float = dataclasses.field(default=0.0, init=False)
 
     def named(self) -> dict[str, Any]:
         """As `AnyCase`."""
         named = {"router": self.router, "replicas": self.replicas}
-        return named | ({"prefixes": True} if self.prefixes else {})
+        named |= {"prefixes": True} if self.prefixes else {}
+        return named | ({"move": self.move} if self.move else {})
 
 
 @dataclass(frozen=True)
@@ -237,7 +247,7 @@ def _measured(case: Decision) -> Cost:
     size = (place.kv_tokens // 16 * 2, 16)
     known = constant_fields(place.cost_model, make_policy(POLICY), LIMITS, *size)
     fleet = Fleet(case.replicas)
-    router, took = Router(case.router, fleet), []
+    router, took = Router(case.router, fleet, link=LINK if case.move else None), []
     chains = [_chain(rng) for _ in range(200 if case.prefixes else 0)]
     for replica in range(case.replicas):
         running = int(rng.integers(1, 80))
@@ -246,6 +256,7 @@ def _measured(case: Decision) -> Cost:
             unfinished=running,
             running=running,
             cached=1000 * running,
+            pace=10.0 if case.move == "behind" else 1.0,
             realtime_tokens=int(rng.integers(0, 9000)),
             mean_output=140.0,
             sketch=_sketch(chains, rng),
@@ -256,7 +267,13 @@ def _measured(case: Decision) -> Cost:
         if chains:
             marks = marks_of(chains[number % len(chains)], (length - 1) // 16)
         ask = RoutingRequest(length, 0, 1.0, 0.2, marks=marks)
+        there = [Sent(ask._replace(tbt=0.02), 0.0, 0.0, begun=i % 2 > 0) for i in range(SOME)]
         begin = time.thread_time()
-        fleet.send(router.choose(ask, 0.1), ask, 0.1)
+        if case.move == "behind":
+            router.behind(0, there, 0.1)
+        elif case.move == "goes on":
+            fleet.send(router.goes_on_at(number % len(fleet), ask, 0.1), ask, 0.1, moves=True)
+        else:
+            fleet.send(router.choose(ask, 0.1), ask, 0.1)
         took.append(time.thread_time() - begin)
     return Cost(digits(float(np.median(took))))

@@ -25,6 +25,7 @@ from jaxserve_lab.experiments.common.runs import Results
 from jaxserve_lab.experiments.scale.apart import (
     BYTES_PER_S,
     LATENCY,
+    LONG,
     LONG_TBT,
     LONG_TTFT,
     SHARES,
@@ -33,8 +34,10 @@ from jaxserve_lab.experiments.scale.apart import (
     Apart,
     ServedApart,
 )
+from jaxserve_lab.experiments.scale.apart import SLOWDOWN as SLOWED
 from jaxserve_lab.experiments.scale.cell import (
     KINDS_OF,
+    MOVES,
     POLICY,
     SCENES,
     SLOWDOWN,
@@ -65,6 +68,7 @@ ROUTERS = [name for name in ALL_ROUTERS if name != "prefix_affinity"]
 LIVE = "scale-live.json"  # of `jaxserve_lab.experiments.scale_live`
 ENOUGH = 50e-6  # seconds of a decision at the most replicas
 ENOUGH_FOUND = 60e-6  # the same with prefixes
+MORE_WITH_LINK = 1.2  # times as long as without
 SAME = 0.01  # of attainment
 WORDS = {
     "live": "seen as they are",
@@ -130,6 +134,7 @@ class Fleets(Page[Case, Found]):
     talk_system, talk_policy, talk_rate = TALK_SYSTEM, TALK_POLICY, TALK_RATE
     talk_ttft, talk_tbt, enough_found = TALK_TTFT, TALK_TBT, ENOUGH_FOUND
     link, latency, long_ttft, long_tbt = BYTES_PER_S, LATENCY, LONG_TTFT, LONG_TBT
+    slowed, more_with_link = SLOWED, MORE_WITH_LINK
 
     def __init__(
         self,
@@ -304,16 +309,16 @@ class Fleets(Page[Case, Found]):
         return table(["replicas", "router", *columns], rows)
 
     def apart(
-        self, work: str, replicas: int, rate: float, way: str | float, *, dead: bool = False
+        self, work: str, replicas: int, rate: float, way: str | float, **more: bool
     ) -> ServedApart:
         """What comes of requests that move or not.
 
         Args:
-            work, replicas, rate, way, dead: As `Apart`.
+            work, replicas, rate, way, more: As `Apart`.
         """
         count = dict(self.scale.apart)[replicas]
         azure = self.azure if work == "Azure" else ""
-        found = self.results[Apart(work, replicas, rate, way, count, dead, azure)]
+        found = self.results[Apart(work, replicas, rate, way, count, azure=azure, **more)]
         assert isinstance(found, ServedApart)
         return found
 
@@ -334,10 +339,20 @@ class Fleets(Page[Case, Found]):
         columns = ("together, %", "best fixed split, %", "which", "as the router decides, %")
         return table(["", "replicas", "requests/s each", *columns], rows)
 
+    def moved_slow(self) -> str:
+        """With a replica that becomes slow, together and as the router decides."""
+        replicas, rows = self.scale.apart[0][0], []
+        for work, rates in WORK.items():
+            ways = [self.apart(work, replicas, rates[-1], way, slow=True) for way in WAYS[:2]]
+            shares = [f"{100 * one.attainment:.1f}; {one.goodput:.1f}" for one in ways]
+            rows.append([work, f"{rates[-1]:g}", *shares])
+        columns = ("together, %; a second", "as the router decides, %; a second")
+        return table(["", "requests/s each", *columns], rows)
+
     def moved_dead(self) -> ServedApart:
         """What comes of long prompts that move, if a replica dies."""
-        rate = WORK["long prompts"][0]
-        return self.apart("long prompts", self.scale.apart[0][0], rate, "moves", dead=True)
+        rate = WORK[LONG][0]
+        return self.apart(LONG, self.scale.apart[0][0], rate, "moves", dead=True)
 
     def gained(self, other: str) -> float:
         """What `slo` attains more than the other, at least over all fleets."""
@@ -346,9 +361,13 @@ class Fleets(Page[Case, Found]):
             for n in self.scale.replicas
         )
 
-    def cost(self, router: str, replicas: int, *, prefixes: bool = False) -> float:
-        """Seconds of a decision."""
-        found = self.results[Decision(router, replicas, prefixes)]
+    def cost(self, router: str, replicas: int, move: str = "", *, prefixes: bool = False) -> float:
+        """Seconds of a decision.
+
+        Args:
+            router, replicas, move, prefixes: As `Decision`.
+        """
+        found = self.results[Decision(router, replicas, prefixes, move)]
         assert isinstance(found, Cost)
         return found.seconds
 
@@ -361,6 +380,9 @@ class Fleets(Page[Case, Found]):
         for name in ("slo", "prefix_affinity"):
             costs = (self.cost(name, n, prefixes=True) for n in self.scale.decisions)
             rows.append([f"`{name}`, with prefixes", *(f"{1e6 * cost:.0f}" for cost in costs)])
+        for move, what in MOVES.items():
+            costs = (self.cost("slo", n, move) for n in self.scale.decisions)
+            rows.append([f"`slo`, {what}", *(f"{1e6 * cost:.0f}" for cost in costs)])
         return table(["", *(f"{n} replicas, µs" for n in self.scale.decisions)], rows)
 
     def decided_at(self) -> int:
