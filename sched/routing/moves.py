@@ -26,7 +26,6 @@ LATELY = 60.0  # seconds over which prompts are counted
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
 PACKED = 0.1  # targets that a prompt gains where all of the time is for prompts
 LESS = 0.02  # how late tokens become by a prompt where they are late by others
-ONWARD = 0.2  # targets that a request may lose on its way from where its tokens would be late
 FEW = 0.01  # share of the time for prompts that makes the 99th percentile of decodes late
 
 
@@ -187,5 +186,5 @@ def prompt_value(
     victims = np.minimum(s.running * np.maximum(1.0 - share / FEW, LESS), MOST)
     # Where prompts make no token of it late, they need not be apart.
     packed = PACKED * share * (step > NEAR * ask.tbt)
-    value += ONWARD * miss(step / ask.tbt)
+    value += miss(s.prefill / ask.tbt)  # it will have to go on
     return value + miss(step / s.tbt) * (victims - 1.0) - packed

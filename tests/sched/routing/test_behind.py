@@ -166,3 +166,14 @@ def test_prompts_are_apart_only_where_tokens_would_be_late_beside_them() -> None
         router.fleet.send(0, PROMPT, 1.0)
         router.fleet.prompts[0] = 20.0
         assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
+        begins = router.choose(RoutingRequest(100, ttft=9.0, tbt=tbt), 1.0)
+        assert begins == 1 - place, "a prompt goes where prompts are, or else to the idle one"
+
+
+def test_nobody_goes_where_others_have_just_left() -> None:
+    router = routed(queued(90_000, pace=20.0), IDLE)
+    assert router.behind(0, [Sent(PROMPT, 0.9, 0.9, False)], 1.0) == [(0, 1)]
+    for now, found in ((1.2, []), (1.1 + AGAIN, [(0, 0)])):
+        router.fleet.hear(0, idle_snapshot(FIXED, now))
+        router.fleet.hear(1, queued(90_000, now, pace=20.0))
+        assert router.behind(1, [Sent(PROMPT, now - 0.1, now - 0.1, False)], now) == found
