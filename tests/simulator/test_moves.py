@@ -162,7 +162,7 @@ def with_targets_of(lengths: str, rate: float | None, ttft: float, tbt: float) -
 @pytest.mark.parametrize(
     ("workload", "begun"),
     [
-        (with_targets_of("fixed:200x300x60", 40.0, 1.0, 0.05), True),
+        (with_targets_of("fixed:200x300x60", 40.0, 1.0, 0.08), True),
         (with_targets_of("fixed:6000x20x24", None, 6.0, 0.2), False),
     ],
 )
