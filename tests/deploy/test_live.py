@@ -72,7 +72,7 @@ def look(cluster: Cluster) -> None:
 
 @pytest.fixture(scope="module")
 def found() -> Found:
-    result = measure(look, kills=4)
+    result = measure(look, kills=4, roles=["1:1"])
     print("\n" + "\n".join(lines(result)))
     print(json.dumps(asdict(result)))
     return result
@@ -107,3 +107,8 @@ def test_either_side_of_a_move_may_be_killed(found: Found) -> None:
     faults = found.faults
     assert (faults.whole, faults.wrong, faults.left) == (faults.streams, 0, 0), faults
     assert faults.moves >= faults.streams / 2
+
+
+def test_a_simulation_moves_the_same_requests(found: Found) -> None:
+    (agreed,) = found.agreed
+    assert agreed.same >= 0.95 * agreed.requests and agreed.live >= 0.95 * agreed.requests, agreed

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import openai
@@ -20,9 +19,10 @@ import openai
 from jaxserve.deploy.local.cluster import Cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.sched.request import Tier
-from jaxserve.sched.routing.moves import parse_link
+from jaxserve.sched.routing.moves import parse_link, parse_roles
 from jaxserve.sched.slo.slo_columns import SloColumns
 from jaxserve.simulator import replay
+from jaxserve.simulator.results import SimulationResult
 from jaxserve.simulator.settings import FleetOptions, Routing
 from jaxserve.simulator.simulator import simulate
 from jaxserve.simulator.workloads.workload import Lengths, Workload
@@ -30,10 +30,10 @@ from jaxserve_lab.experiments.scale_live.moves import LINK
 from jaxserve_lab.experiments.scale_live.streams import MODEL, client
 
 COUNT, RATE = 120, 3.0  # requests, and how many come in a second
-READERS = 0.4  # share of the requests
-READ, SAID = 300, 4  # tokens of a reader's prompt and answer
-SHORT, TALKED = 24, 48  # of a talker's
-TTFT, TBT = 2.0, 0.01  # seconds; the latter of talkers
+READERS = 0.5  # share of the requests
+READ, SAID = 460, 32  # tokens of a reader's prompt and answer
+SHORT, TALKED = 24, 64  # of a talker's
+TTFT, TBT = 2.0, 0.008  # seconds; the latter of talkers
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Agreed:
     """What became of the requests, live and simulated.
 
     Attributes:
+        roles: Of the two replicas; "" where the router decides.
         requests: How many came.
         live: How many moved.
         simulated: How many did in the simulation.
@@ -51,6 +52,7 @@ class Agreed:
         gap: Median of the means between tokens in seconds, live and simulated.
     """
 
+    roles: str
     requests: int
     live: int
     simulated: int
@@ -69,9 +71,15 @@ class _One:
     times: list[float]
 
 
-def agree(cluster: Cluster, plain: Settings) -> Agreed:
+def agree(cluster: Cluster, plain: Settings, roles: str = "") -> Agreed:
     """Serves the requests on two replicas with a link, and simulates them on what these say of
-    themselves. plain: settings of two replicas."""
+    themselves.
+
+    Args:
+        cluster: Where they are served.
+        plain: Settings of two replicas without a link.
+        roles: As of `Settings`.
+    """
     drawn = np.random.default_rng(0)
     arrival = np.cumsum(drawn.exponential(1 / RATE, COUNT))
     reads = drawn.random(COUNT) < READERS
@@ -79,17 +87,20 @@ def agree(cluster: Cluster, plain: Settings) -> Agreed:
     for _ in range(2):
         with TemporaryDirectory() as folder:
             flags = [*plain.flags, f"--config.engine.record={folder}/served", "--policy=sarathi"]
-            cluster.deploy(plain.model_copy(update={"link": LINK, "flags": flags}))
+            cluster.deploy(plain.model_copy(update={"link": LINK, "roles": roles, "flags": flags}))
             served.append(asyncio.run(_serve(cluster, arrival, reads)))
             cluster.deploy(plain)  # closes the recordings
             recordings += [replay.read(path) for path in Path(folder).glob("served.*[!k]")]
     live = served[0]
     recording = max(recordings, key=lambda one: len(one.steps))
-    result = _simulated(recording, arrival, reads)
-    moved = np.array([one.moved for one in live]), result.requests.moves > 0
+    result = _simulated(recording, arrival, reads, roles)
+    moves = result.requests.moves
+    assert moves is not None
+    moved = np.array([one.moved for one in live]), moves > 0
     first, last = np.array([[one.times[0], one.times[-1]] for one in live]).T
     wrote = np.where(reads, SAID, TALKED)
     return Agreed(
+        roles=roles,
         requests=COUNT,
         live=int(moved[0].sum()),
         simulated=int(moved[1].sum()),
@@ -141,7 +152,9 @@ async def _ask(api: openai.AsyncOpenAI, prompt: list[int], *, reads: bool) -> _O
     return found
 
 
-def _simulated(recording: replay.Recording, arrival: np.ndarray, reads: np.ndarray) -> Any:
+def _simulated(
+    recording: replay.Recording, arrival: np.ndarray, reads: np.ndarray, roles: str
+) -> SimulationResult:
     header, none = recording.header, np.full(COUNT, np.inf)
     lengths = Lengths(np.where(reads, READ, SHORT), np.where(reads, SAID, TALKED))
     terms = SloColumns(
@@ -154,7 +167,8 @@ def _simulated(recording: replay.Recording, arrival: np.ndarray, reads: np.ndarr
         greedy=np.ones(COUNT, bool),
     )
     workload = Workload.create(arrival, lengths, limit=lengths.output_len, terms=terms)
-    routing = Routing("slo", interval=0.5, age=0.1, link=parse_link(LINK))
+    split = parse_roles(roles) if roles else None
+    routing = Routing("slo", interval=0.5, age=0.1, link=parse_link(LINK), roles=split)
     return simulate(
         header.policy,
         workload,

@@ -31,6 +31,7 @@ from jaxserve.deploy.local.cluster import Cluster, local_cluster
 from jaxserve.deploy.settings import Settings
 from jaxserve.machine import machine
 from jaxserve.writable import check_file
+from jaxserve_lab.experiments.scale_live.agree import Agreed, agree
 from jaxserve_lab.experiments.scale_live.moves import Apart, Faults, apart, faults
 from jaxserve_lab.experiments.scale_live.streams import (
     MODEL,
@@ -47,6 +48,7 @@ LONG, LONG_TOKENS = 100, 192
 BEGUN = 20  # streams, at which a replica is killed: later, it may be done with all of its own
 MANY, FEW = 48, 2  # clients that go on asking while replicas come and go
 ALONE = 20  # calls one after the other
+ROLES = ("1:1", "")
 KILLS = 20  # at random moments, while streams move
 # Few steps to compile: this is about calls, not about speed.
 FLAGS = (
@@ -152,6 +154,7 @@ class Found:
         drained: With one of two removed under long streams.
         apart: With prompts at one, and what follows at the other.
         faults: With those killed while streams move.
+        agreed: The same requests live and simulated, for each of the roles.
     """
 
     machine: dict[str, Any]
@@ -163,6 +166,7 @@ class Found:
     drained: Drained
     apart: Apart
     faults: Faults
+    agreed: tuple[Agreed, ...]
 
 
 def settings(replicas: int = 1, max_replicas: int = 2) -> Settings:
@@ -177,12 +181,17 @@ def settings(replicas: int = 1, max_replicas: int = 2) -> Settings:
     )
 
 
-def measure(also: Callable[[Cluster], None] = lambda _: None, kills: int = KILLS) -> Found:
+def measure(
+    also: Callable[[Cluster], None] = lambda _: None,
+    kills: int = KILLS,
+    roles: Sequence[str] = ROLES,
+) -> Found:
     """Measures everything on a cluster of its own.
 
     Args:
         also: Called once the first replica serves.
         kills: As of `faults`.
+        roles: As of `agree`, one after the other.
 
     Raises:
         NotReady: The cluster does not come up.
@@ -199,8 +208,9 @@ def measure(also: Callable[[Cluster], None] = lambda _: None, kills: int = KILLS
         drained = drain(cluster)
         moved = apart(cluster, settings(2, 0))
         faulty = faults(cluster, kills)
+        agreed = tuple(agree(cluster, settings(2, 0), each) for each in roles)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
-    return Found(where, ready, ttft, up, killed, down, drained, moved, faulty)
+    return Found(where, ready, ttft, up, killed, down, drained, moved, faulty, agreed)
 
 
 async def _alone(cluster: Cluster) -> list[Stream]:
@@ -340,6 +350,12 @@ def lines(found: Found) -> list[str]:
         f"streams whole, {faulty.wrong} wrong, {faulty.moves} moves, gaps of at most "
         f"{faulty.gap:.2f} s; {faulty.left} blocks or slots of host memory still in use"
     )
+    told += [
+        f"roles {each.roles or 'as the router decides'}: of {each.requests} requests {each.live} "
+        f"moved, {each.simulated} in the simulation, {each.same} did the same, {each.again} in "
+        "another live run"
+        for each in found.agreed
+    ]
     return told
 
 
