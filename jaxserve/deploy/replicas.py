@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
 from jaxserve.sched.routing.moves import Link
-from jaxserve.sched.routing.routers import Router
+from jaxserve.sched.routing.routers import NoReplica, Router
 from jaxserve.sched.routing.snapshot import Snapshot
 
 ROUTING_REQUEST = "routing_request"
@@ -29,6 +29,9 @@ NOTHING = RoutingRequest(1)
 SNAPSHOT, FINGERPRINT, RANK = "snapshot", "fingerprint", "rank"
 """Keys of a replica's snapshot, system fingerprint, and number among all, from 0, in its routing
 statistics."""
+DOUBTED_S = 2.0
+"""Seconds without news after which a replica, which seems to have done all of its work by now, gets
+nothing while there are others."""
 SILENT_S = 10.0
 """Seconds without news after which a replica counts as out of reach, if another one has had MISSED
 since."""
@@ -88,6 +91,7 @@ class Replicas:
         self._heard: dict[str, float] = {}
         self._news_at: dict[str, deque[float]] = {}  # the last MISSED of each
         self.silent: frozenset[str] = frozenset()
+        self._doubted: list[int] = []  # places of those without news for a while
         self.at: dict[str, list[str]] = {}
         self._fingerprints: dict[str, str] = {}
         self._alike = ""  # all replicas' fingerprint, if they have one
@@ -146,8 +150,9 @@ class Replicas:
             self._news_at.setdefault(name, deque(maxlen=MISSED)).append(now)
         at = self._news_at
         often = max((each[0] for each in at.values() if len(each) == MISSED), default=-math.inf)
-        late = min(often, now - SILENT_S)
+        late, old = min(often, now - SILENT_S), min(often, now - DOUBTED_S)
         self.silent = frozenset(name for name, each in at.items() if each[-1] < late)
+        self._doubted = [self._places[name] for name, each in at.items() if each[-1] < old]
         for name in self.silent:
             self._fleet.lose(self._places[name])
 
@@ -156,7 +161,11 @@ class Replicas:
         there is none."""
         with self._lock:
             unlike = self._unlike(routing_request)
-            return self._name(self._router.choose(routing_request, now, unlike))
+            try:
+                chosen = self._router.choose(routing_request, now, [*unlike, *self._doubted])
+            except NoReplica:
+                chosen = self._router.choose(routing_request, now, unlike)
+            return self._name(chosen)
 
     def goes_on_at(self, here: str, routing_request: RoutingRequest, now: float) -> str | None:
         """The replica at which a request goes on behind its prompt, counted as sent there; None for
@@ -171,7 +180,8 @@ class Replicas:
             if not self.moves or here not in self._places:
                 return None
             at, unlike = self._places[here], self._unlike(routing_request)
-            to = self._router.goes_on_at(at, routing_request, now, unlike)
+            besides = [*unlike, *(place for place in self._doubted if place != at)]
+            to = self._router.goes_on_at(at, routing_request, now, besides)
             if to == at:
                 return None
             self._fleet.send(to, routing_request, now, moves=True)
@@ -185,7 +195,8 @@ class Replicas:
                 return []
             begun = next((one.ask for one in there if one.ask.fingerprint), NOTHING)
             unlike = self._unlike(begun)  # all of them are of the same system
-            found = self._router.behind(self._places[here], there, now, unlike)
+            besides = [*unlike, *self._doubted]
+            found = self._router.behind(self._places[here], there, now, besides)
             return [(index, self._name(to)) for index, to in found]
 
     def goes_to(self, call: str, name: str) -> None:

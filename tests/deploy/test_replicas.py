@@ -235,3 +235,21 @@ def test_one_that_waits_where_it_would_be_late_goes_where_it_is_in_time() -> Non
     replicas.update(fresh, fingerprints)
     assert [to for _, to in replicas.behind("a", wanted, 10.0)] == ["b"]
     assert replicas.behind("gone", there, 2.0) == []
+
+
+def test_one_without_news_for_a_while_gets_nothing_while_there_are_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last snapshot says that it had little to do: by now it would have done that."""
+    replicas, now = Replicas("slo"), [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    replicas.update({"a": said(1.0), "b": busy(1.0)})
+    assert replicas.choose(ROUTING_REQUEST, 1.1) == "a"
+    for step in range(1, 6):
+        now[0] += module.DOUBTED_S / 4
+        replicas.update({"a": said(1.0), "b": busy(1.0 + step)})
+    assert not replicas.silent and replicas.choose(ROUTING_REQUEST, 6.1) == "b"
+    replicas.lose("b")
+    assert replicas.choose(ROUTING_REQUEST, 6.1) == "a", "there is no other one"
+    replicas.update({"a": said(7.0), "b": busy(7.0)})
+    assert replicas.choose(ROUTING_REQUEST, 7.1) == "a"
