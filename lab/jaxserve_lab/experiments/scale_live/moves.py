@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import random
@@ -11,7 +12,7 @@ import threading
 import urllib.request
 from dataclasses import dataclass
 
-from jaxserve.deploy.local.cluster import Cluster
+from jaxserve.deploy.local.cluster import Cluster, NotReady
 from jaxserve.deploy.settings import Settings
 from jaxserve_lab.experiments.scale_live.streams import (
     LONG_PROMPT,
@@ -23,6 +24,7 @@ from jaxserve_lab.experiments.scale_live.streams import (
 
 MOVING, MOVING_TOKENS = 40, 48
 AT_ONCE = 12  # streams under which a replica is killed
+FREE_S = 30.0
 WITHIN_S = 0.3  # of their first piece
 LINK = "2ms:5ms"
 
@@ -124,6 +126,8 @@ def faults(cluster: Cluster, kills: int) -> Faults:
         for one, text in zip(each, expected, strict=True)
     ]
     cluster.wait(lambda: not metric(cluster, "num_requests"), "the engines have nothing to do")
+    with contextlib.suppress(NotReady):  # as the result says
+        cluster.wait(lambda: not _held(cluster), "all blocks are free", FREE_S)
     streams = [one for each in ended for one in each]
     return Faults(
         kills=kills,
