@@ -101,12 +101,6 @@ class Paced(Engine):
             self.changed.notify_all()
 
 
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    with logging_kept():
-        yield
-
-
 class Fleet:
     """Replicas of engines, one of which is lost after each of the numbers of pieces."""
 

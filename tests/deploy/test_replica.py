@@ -25,7 +25,6 @@ from jaxserve.server.access.key_file import ApiKey, digest_of
 from jaxserve.server.access.options import KEYS_VARIABLE
 from jaxserve.server.proto import generation_pb2 as pb
 from tests.deploy.engine import Engine
-from tests.server.logging_kept import logging_kept
 
 T = TypeVar("T")
 
@@ -39,13 +38,6 @@ SCOPE: dict[str, Any] = {
     "headers": [(b"content-type", b"application/json")],
     "client": ("127.0.0.1", 1234),
 }
-
-
-@pytest.fixture(autouse=True)
-def logging_as_it_was() -> Iterator[None]:
-    """A replica sets it up for its process."""
-    with logging_kept():
-        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from jaxserve.deploy.moves.relay import LEAVE_S, Relay
 from jaxserve.deploy.replicas import Replicas
 from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.server.moves.resume_point import Why
+from jaxserve.server.moves.why import Why
 
 log = logging.getLogger(__name__)
 

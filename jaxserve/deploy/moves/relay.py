@@ -16,7 +16,8 @@ from contextlib import aclosing
 from typing import Any, Protocol
 
 from jaxserve.deploy.replicas import Where
-from jaxserve.server.moves.resume_point import Answered, Begun, ResumePoint, Why
+from jaxserve.server.moves.resume_point import Answered, Begun, ResumePoint
+from jaxserve.server.moves.why import Why
 
 Pieces = AsyncGenerator[list[Any], None]
 RESUME_S = 30.0

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jaxserve.server.moves.why import Why
+
 MOST_VALUES = 1 << 19
 """Most tokens and log-probabilities of an answer that are kept for it to be resumed: some 10 MB."""
 _AT_ONCE = 1 << 12  # of these, in a line of a record: the interpreter is held for a millisecond
@@ -24,9 +26,6 @@ KEY_BYTES = 16
 """Bytes of `ResumePoint.key`, and of what is drawn with it."""
 _Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Top = tuple[int, float]
-Why = Literal["", "lost", "drained", "prefilled", "late"]
-"""Why an answer goes on at another replica: the first was lost, or was to go; or another one is
-better for decodes, or is in time where the first is late."""
 
 
 class Begun(NamedTuple):

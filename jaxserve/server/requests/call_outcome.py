@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from jaxserve.engine.output import Output, Usage
 from jaxserve.sched.request import Request
 from jaxserve.server.access.api_keys import Caller
-from jaxserve.server.moves.resume_point import Why
+from jaxserve.server.moves.why import Why
 from jaxserve.server.requests.engine_load import EngineLoad
 
 if TYPE_CHECKING:  # slow to import
