@@ -617,6 +617,7 @@ def test_what_was_put_is_held_until_somebody_goes_on() -> None:
     assert not answered.left and answered.pages is None and handle == []
 
 
+@pytest.mark.ray
 def test_the_object_store_is_rid_of_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though no other answer leaves."""
     from jaxserve.deploy import ray as on_ray
@@ -645,6 +646,7 @@ def test_the_object_store_is_rid_of_it_by_itself(monkeypatch: pytest.MonkeyPatch
     assert all(one() is None for one in gone)
 
 
+@pytest.mark.ray
 def test_no_collection_goes_through_what_was_there_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
