@@ -125,6 +125,8 @@ class Behind:
         """Those that decode, the shortest first: they cost the least to move."""
         fleet, found, in_vain = self._fleet, list[tuple[int, int]](), 0
         may = self._others(up, here, now, prompts=False)
+        if not may.any():
+            return found
         running = [
             number
             for number, one in enumerate(there)

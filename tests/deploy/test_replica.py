@@ -404,7 +404,7 @@ def test_each_replica_records_to_a_file_of_its_own() -> None:
     configs: list[Config] = []
 
     async def start() -> None:
-        flags = ["--config.engine.stall_s=0", "--config.engine.record=/tmp/served.jsonl"]
+        flags = ["--config.engine.stall_s=0", "--config.engine.record=served.jsonl"]
         engine = Engine()
         replica = EngineReplica(
             flags, 1, lambda config: configs.append(config) or serving(engine), lambda: "r1"
@@ -412,4 +412,4 @@ def test_each_replica_records_to_a_file_of_its_own() -> None:
         await replica.stop()
 
     asyncio.run(start())
-    assert configs[0].engine.record == "/tmp/served.jsonl.r1"
+    assert configs[0].engine.record == "served.jsonl.r1"

@@ -177,3 +177,20 @@ def test_nobody_goes_where_others_have_just_left() -> None:
         router.fleet.hear(0, idle_snapshot(FIXED, now))
         router.fleet.hear(1, queued(90_000, now, pace=20.0))
         assert router.behind(1, [Sent(PROMPT, now - 0.1, now - 0.1, False)], now) == found
+
+
+def test_what_runs_goes_to_nobody_who_may_not_take_it() -> None:
+    """Not even to the first of all, where no other one may."""
+    begun = Sent(RoutingRequest(1000, tbt=0.05), 0.0, 0.5, True)
+
+    def left(router: Router, besides: tuple[int, ...] = ()) -> list[tuple[int, int]]:
+        return router.behind(1, [begun] * 3, 1.1, besides)
+
+    assert left(routed(IDLE, late(60))), "it goes if it may"
+    assert left(routed(IDLE, late(60)), (0,)) == []
+    gone = routed(IDLE, late(60))
+    gone.fleet.lose(0)
+    assert left(gone) == []
+    recent = routed(IDLE, late(60))
+    recent.fleet.left[0] = 1.0
+    assert left(recent) == []
