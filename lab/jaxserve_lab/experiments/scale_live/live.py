@@ -38,6 +38,7 @@ from jaxserve_lab.experiments.scale_live.streams import (
     SEEDS,
     Stream,
     client,
+    metrics,
     mixed,
     stream,
     until,
@@ -59,6 +60,8 @@ FLAGS = (
 )
 _CPUS = 2  # of Ray's count
 _SCALE_S = 300.0
+_WRITTEN = "generation_tokens_total"
+_SHARE = MANY * TOKENS  # tokens of a replica until its calls are a matter of course
 
 
 @dataclass(frozen=True)
@@ -259,8 +262,7 @@ def _killed(cluster: Cluster) -> Killed:
         there = cluster.processes()
         return victim not in there and len(there) == 2 and cluster.replicas() == 2
 
-    with _Asking(cluster, MANY) as asking:  # until the new one, too, has its share of them
-        cluster.wait(lambda: len(asking.calls) >= STREAMS, "calls of two replicas", _SCALE_S)
+    _both_asked(cluster)
     ended, began = asyncio.run(mixed(cluster, STREAMS, TOKENS, BEGUN, kill)), time.monotonic()
     with _Asking(cluster, MANY):
         cluster.wait(replaced, "another replica instead of the one that was killed", _SCALE_S)
@@ -286,9 +288,23 @@ def _killed(cluster: Cluster) -> Killed:
     )
 
 
+def _both_asked(cluster: Cluster) -> None:
+    """Asks until each of two replicas has its share of the calls: the router does not know a new
+    one at once."""
+    before = metrics(cluster, _WRITTEN)
+
+    def both() -> bool:
+        written = metrics(cluster, _WRITTEN)
+        return sum(written[name] - before[name] >= _SHARE for name in written) == 2
+
+    with _Asking(cluster, MANY):
+        cluster.wait(both, "calls of two replicas", _SCALE_S)
+
+
 def drain(cluster: Cluster) -> Drained:
     """Removes one of two replicas under long streams."""
     cluster.deploy(settings(2, 0))
+    _both_asked(cluster)
     times: list[float] = []
 
     def remove() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -225,17 +226,29 @@ def metric(cluster: Cluster, name: str, **labels: str) -> float:
         name: Of the metric, without the product's.
         labels: Which samples count.
     """
+    found = metrics(cluster, name, **labels)
+    if not found:
+        raise LookupError(f"no metric {name} with {labels}")
+    return sum(found.values())
+
+
+def metrics(cluster: Cluster, name: str, **labels: str) -> Counter[str]:
+    """The same by replica.
+
+    Args:
+        cluster, name, labels: As in `metric`.
+    """
     page = cluster.http.removesuffix("v1") + "metrics"
     with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
         text = answer.read().decode()
-    found = [
-        sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == f"jaxserve:{name}"
-        and sample.labels["replica"]
-        and labels.items() <= sample.labels.items()
-    ]
-    if not found:
-        raise LookupError(f"no metric {name} with {labels}")
-    return sum(found)
+    found = Counter[str]()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            replica = sample.labels.get("replica")
+            if (
+                sample.name == f"jaxserve:{name}"
+                and replica
+                and labels.items() <= sample.labels.items()
+            ):
+                found[replica] += sample.value
+    return found
