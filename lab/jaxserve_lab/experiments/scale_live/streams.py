@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -232,7 +232,7 @@ def metric(cluster: Cluster, name: str, **labels: str) -> float:
     return sum(found.values())
 
 
-def metrics(cluster: Cluster, name: str, **labels: str) -> Counter[str]:
+def metrics(cluster: Cluster, name: str, **labels: str) -> defaultdict[str, float]:
     """The same by replica.
 
     Args:
@@ -241,7 +241,7 @@ def metrics(cluster: Cluster, name: str, **labels: str) -> Counter[str]:
     page = cluster.http.removesuffix("v1") + "metrics"
     with urllib.request.urlopen(page, timeout=TIMEOUT_S) as answer:
         text = answer.read().decode()
-    found = Counter[str]()
+    found = defaultdict[str, float](float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             replica = sample.labels.get("replica")
