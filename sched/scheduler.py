@@ -370,6 +370,12 @@ class Scheduler:
         most = (len(request.prompt) - 1) // size  # the last block is always computed
         return size * self.cache.longest(keys[:most], self.policy.side(request.tier))
 
+    def recompute_seconds(self, keys: Sequence[bytes]) -> float:
+        """Predicted seconds to compute the blocks with these keys of `pages` again, without those
+        that are cached here. Any thread may ask."""
+        known = 0 if self.cache is None else self.cache.longest(keys)
+        return float(self._page_seconds(np.arange(known, len(keys))).sum())
+
     def schedule(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> Step:
         """Plans and books the next step.
 

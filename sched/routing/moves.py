@@ -137,9 +137,10 @@ class Moves:
         decode = s.decode + away * (s.row + ask.prompt_len * s.read)
         share = self.share(now)
         longest = decode + s.prefill * np.minimum(share / FEW, 1.0)
+        tokens = 0 if link.seconds(ask.prompt_len) > longest[here] else ask.prompt_len
         blocks = np.maximum(s.realtime_short + prompt_blocks(s, ask), 0.0) * s.per_block
         rows = np.maximum(s.rows_short + 1.0, 0.0) * s.per_row
-        way = link.seconds(ask.prompt_len) + np.maximum(blocks, rows)
+        way = link.seconds(tokens) + np.maximum(blocks, rows)
         pause = away * (way + STEPS * decode)
         ends = miss((pause + s.mean_output[here] * longest) / ask.jct)
         paused = miss(pause / ask.tbt) + ends
@@ -148,6 +149,18 @@ class Moves:
             s.decode + s.prefill > NEAR * ask.tbt
         )
         return values, miss(longest / ask.tbt) + paused
+
+    def sends_ahead(self, here: int, ask: RoutingRequest, now: float) -> bool:
+        """Whether the cache of a request that is to move is sent while it goes on where it is: if
+        the way is longer than a step there, it gets tokens meanwhile.
+
+        Args:
+            here: Where it is.
+            ask: The request, as `goes_on_at` has it.
+            now: Seconds, on the snapshots' clock.
+        """
+        s, late = self._fleet.columns, min(self.share(now)[here] / FEW, 1.0)
+        return bool(self._link.seconds(ask.prompt_len) > s.decode[here] + s.prefill[here] * late)
 
     def share(self, now: float) -> np.ndarray:
         """Which share of the time each replica has computed prompts lately, [replicas]."""

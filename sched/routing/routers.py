@@ -219,6 +219,11 @@ class Router:
         assert self._moves is not None
         return self._moves.goes_on_at(self._up(besides), here, ask, now)
 
+    def sends_ahead(self, here: int, ask: RoutingRequest, now: float) -> bool:
+        """See `Moves.sends_ahead`. Only with a link."""
+        assert self._moves is not None
+        return self._moves.sends_ahead(here, ask, now)
+
     def behind(
         self, here: int, there: Sequence[Sent], now: float, besides: Sequence[int] = ()
     ) -> list[tuple[int, int]]:

@@ -178,9 +178,7 @@ class Replica:
     def leave(self, number: int) -> list[bytes]:
         """A request goes on elsewhere, and a token of it that is in flight is lost. Returns the
         keys of the pages that go along."""
-        scheduler = self.scheduler
-        mine = (self._request_of == number) & (scheduler.table.state != FREE)
-        row = int(np.flatnonzero(mine)[0])
+        scheduler, row = self.scheduler, self._row(number)
         pages, save = scheduler.pages(row)
         if save is not None:
             plain, saved = BatchFeatures(1, 1, 0, 0, 1, 1, 0), sum(save.counts)
@@ -194,6 +192,15 @@ class Replica:
         self.live -= 1
         scheduler.finish(row, complete=False)
         return [key for key, _ in pages]
+
+    def pages(self, number: int) -> list[bytes]:
+        """Keys of the pages that would go along if a request left now."""
+        pages, _ = self.scheduler.pages(self._row(number))
+        return [key for key, _ in pages]
+
+    def _row(self, number: int) -> int:
+        there = self.scheduler.table.state != FREE
+        return int(np.flatnonzero((self._request_of == number) & there)[0])
 
     def die(self) -> None:
         """Stops the replica; its requests lose all state."""

@@ -7,6 +7,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,8 +55,13 @@ class Front:
             for i, f in enumerate(fleets)
         ]
         self._timers = Events(4 * count)
+        link = setting.routing.link
+        self._latency = 0.0 if link is None else link.latency
         # When, whose, where, and the keys of pages that come along.
         self._travelling: list[tuple[float, int, int, list[bytes]]] = []
+        # When, whose, whence and where to: those that go on while their pages are on the way.
+        self._leaving: list[tuple[float, int, int, int]] = []
+        self._sent: dict[int, int] = {}  # how many pages of each
         self._requests: dict[int, Request] = {}  # of those that may move
         self._asks: dict[int, RoutingRequest] = {}  # likewise
         # By replica: what is there, or was, since when, and with how many tokens it came.
@@ -84,9 +90,8 @@ class Front:
     @property
     def next_time(self) -> float:
         """The next time at which a snapshot is taken or delivered, a fault occurs, a death is
-        noticed or a request comes that moves."""
-        comes = self._travelling[0][0] if self._travelling else math.inf
-        return min(self._timers.first()[0], comes)
+        noticed or a request leaves or comes that moves."""
+        return min(self._timers.first()[0], _first(self._travelling), _first(self._leaving))
 
     def changed(self, replica: int) -> None:
         """Notes that the replica has changed since its last snapshot."""
@@ -153,19 +158,45 @@ class Front:
             if place == here or self._outputs.over[number] or self._at[number] != replica:
                 continue
             router.fleet.send(place, ask, now, moves=True)
-            self._leave(number, place, now)
+            self._go(number, place, ask, now)
+
+    def _go(self, number: int, place: int, ask: RoutingRequest, now: float) -> None:
+        """A request that runs goes on at another replica of its router: now, or once its pages are
+        there."""
+        replica, to = self._at[number], self._replica(number, place)
+        if self._routers[number % self._step].sends_ahead(replica // self._step, ask, now):
+            pages = self._machines[replica].pages(number)
+            if seconds := self._way(to, pages, 0):
+                when = now + (self._latency + seconds)
+                heapq.heappush(self._leaving, (when, number, replica, place))
+                self._sent[number] = len(pages)
+                return
+        self._leave(number, place, now)
+
+    def _way(self, to: int, pages: Sequence[bytes], before: int) -> float:
+        """Seconds that these pages are on the way to a replica, where this many of them are
+        already; 0 if it computes all of them as soon."""
+        link, scheduler = self._setting.routing.link, self._machines[to].scheduler
+        assert link is not None
+        tokens = max(len(pages) - before, 0) * self._setting.block_size
+        seconds = tokens * link.per_token
+        return seconds if seconds < scheduler.recompute_seconds(pages) else 0.0
+
+    def _replica(self, number: int, place: int) -> int:
+        return number % self._step + place * self._step
 
     def _leave(self, number: int, place: int, now: float) -> None:
         """A request leaves its replica for another one of its router, with its pages."""
-        link, replica = self._setting.routing.link, self._at[number]
-        assert link is not None
-        sent = self._machines[replica].leave(number)
+        replica = self._at[number]
+        pages, before = self._machines[replica].leave(number), self._sent.pop(number, 0)
         del self._stays[replica][number]
         self._changed[replica] = True
         self._outputs.moves[number] += 1
-        self._at[number] = to = number % self._step + place * self._step
-        when = now + link.seconds(len(sent) * self._setting.block_size)
-        heapq.heappush(self._travelling, (when, number, to, sent))
+        self._at[number] = to = self._replica(number, place)
+        seconds = self._way(to, pages, before)
+        if not seconds:
+            pages = pages[:before]
+        heapq.heappush(self._travelling, (now + (self._latency + seconds), number, to, pages))
 
     def come(self) -> tuple[int, Request, int, list[bytes]]:
         """The request that comes at `next_time`: its number, the request, where, and the keys of
@@ -176,7 +207,8 @@ class Front:
     @property
     def comes(self) -> bool:
         """Whether the event at `next_time` is a request that moves."""
-        return bool(self._travelling) and self._travelling[0][0] <= self._timers.first()[0]
+        comes = _first(self._travelling)
+        return comes < math.inf and comes <= min(self._timers.first()[0], _first(self._leaving))
 
     def run(self, more: bool) -> Came | None:
         """Handles the event at `next_time`.
@@ -188,6 +220,9 @@ class Front:
             A request of a dead replica that has to be rerouted, if any.
         """
         now, event = self._timers.first()
+        if self._leaving and _first(self._leaving) <= now:
+            self._leave_next()
+            return None
         kind, replica = divmod(event, len(self._machines))
         if kind == NOTICE:
             return self._stranded(replica)
@@ -199,6 +234,14 @@ class Front:
         elif not self._fleet(replica).columns.dead[replica // self._step]:
             self._hear(replica, self._under_way[replica], now)
         return None
+
+    def _leave_next(self) -> None:
+        """The pages of a request are where it goes on."""
+        when, number, replica, place = heapq.heappop(self._leaving)
+        if self._outputs.over[number] or self._at[number] != replica:  # it died meanwhile
+            self._sent.pop(number)
+            return
+        self._leave(number, place, max(when, self._machines[replica].now))
 
     def _look(self, first: int, now: float) -> None:
         """Takes snapshots now if there is no interval."""
@@ -246,14 +289,18 @@ class Front:
         stays, over = self._stays[replica], self._outputs.over
         for number in [number for number in stays if over[number]]:
             del stays[number]
-        numbers = [*stays]
-        there = [self._sent(number, *stays[number], now) for number in numbers]
+        numbers = [number for number in stays if number not in self._sent]
+        there = [self._known(number, *stays[number], now) for number in numbers]
         for which, place in router.behind(here, there, now):
             self._moved[numbers[which]] += 1
             # Its engine notices between two steps.
-            self._leave(numbers[which], place, max(now, self._machines[replica].now))
+            leaves = max(now, self._machines[replica].now)
+            if there[which].begun:
+                self._go(numbers[which], place, there[which].ask, leaves)
+            else:
+                self._leave(numbers[which], place, leaves)
 
-    def _sent(self, number: int, since: float, before: int, now: float) -> Sent:
+    def _known(self, number: int, since: float, before: int, now: float) -> Sent:
         """What the router knows of a request. since, before: of `_stays`."""
         tokens = sum(time <= now for time in self._outputs.so_far(number))
         request, ask = self._requests[number], self._asks[number].after(tokens, "")
@@ -284,3 +331,8 @@ class Front:
                 return number, request
         self._timers.at(NOTICE * len(self._machines) + replica, math.inf)
         return None
+
+
+def _first(events: Sequence[tuple[Any, ...]]) -> float:
+    """When the first of a heap of events is; inf if there is none."""
+    return events[0][0] if events else math.inf
