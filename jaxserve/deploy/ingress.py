@@ -37,7 +37,7 @@ from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.http.admission_middleware import limited_receive
 from jaxserve.server.http.errors import ApiError
 from jaxserve.server.http.openai.sse import sse_event
-from jaxserve.server.moves.resume_point import ResumePoint
+from jaxserve.server.moves.resume_point import Handle, ResumePoint
 from jaxserve.server.proto import generation_pb2 as pb
 from jaxserve.server.requests.admission import retry_s
 
@@ -72,9 +72,8 @@ class Ingress:
         self._grpc = engine.options(stream=True, method_name="grpc")
         self._sizes = engine.options(method_name="sizes")
         self._body_bytes: int | None = None
-        self._hands_over = engine.options(method_name="hand_over")
         self._roster = roster.ROSTER
-        self._mover = Mover(lambda: self._roster.replicas, self._hand_over)
+        self._mover = Mover(lambda: self._roster.replicas, _Asked(engine))
         self._loop: asyncio.AbstractEventLoop | None = None
 
     # HTTP.
@@ -297,9 +296,6 @@ class Ingress:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._mover.heard, names, changed)
 
-    async def _hand_over(self, name: str, key: str) -> bool:
-        return bool(await self._hands_over.remote(key, **{WHERE: Where(to=name)}))
-
     async def _pieces(
         self,
         method: Any,
@@ -345,6 +341,29 @@ class Ingress:
             raise ReplicaLost(_first_line(error), dead=dead) from None
         finally:
             answer.cancel()  # a reader that stops wants no more of it
+
+
+class _Asked:
+    """See `mover.Asked`. engine: the deployment of the replicas."""
+
+    def __init__(self, engine: DeploymentHandle) -> None:
+        self._offers = engine.options(method_name="offer")
+        self._brings = engine.options(method_name="bring")
+        self._hands_over = engine.options(method_name="hand_over")
+
+    async def offer(self, name: str, key: str) -> Handle | None:
+        handle: Handle | None = await self._offers.remote(key, **_to(name))
+        return handle
+
+    async def bring(self, name: str, key: str, handle: Handle) -> bool:
+        return bool(await self._brings.remote(key, handle, **_to(name)))
+
+    async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
+        return bool(await self._hands_over.remote(key, ahead, **_to(name)))
+
+
+def _to(name: str) -> dict[str, Where]:
+    return {WHERE: Where(to=name)}
 
 
 class _Answer(Response):

@@ -32,7 +32,7 @@ from jaxserve.deploy.ingress import Ingress
 from jaxserve.deploy.load import Load, wanted_replicas
 from jaxserve.deploy.moves import roster  # not what is in it, which Ray would copy
 from jaxserve.deploy.moves.roster import Roster
-from jaxserve.deploy.moves.transport import Handle, Pages, Transport
+from jaxserve.deploy.moves.transport import Pages, Transport
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.router import SnapshotRouter
 from jaxserve.deploy.settings import ENGINE, INGRESS, Settings
@@ -115,13 +115,14 @@ class ObjectStore(Transport):
     through the ingress."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._held = deque[tuple[float, Any]]()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ObjectStore, ()  # a lock is not pickled
 
-    def put(self, pages: Pages) -> Handle:
+    def _offer(self, pages: Pages) -> list[Any]:
         """See `Transport`. Lost with this process, or after _HELD_S: Ray Serve passes references on
         without Ray's knowledge, so somebody has to hold them."""
         reference = ray.put(dict(pages))
@@ -144,11 +145,15 @@ class ObjectStore(Transport):
             if self._held:
                 self._wait()
 
-    def get(self, handle: Handle) -> Pages:
+    def _fetch(self, refs: list[Any], seconds: float) -> Pages:
         """See `Transport`. Nothing is copied on the node that has them."""
-        (reference,) = handle
-        found: Pages = ray.get(reference, timeout=_GET_S)
+        (reference,) = refs
+        found: Pages = ray.get(reference, timeout=min(seconds, _GET_S))
         return found
+
+    def _here(self) -> str:
+        """The node: what it has is as far from all of its replicas."""
+        return str(ray.get_runtime_context().get_node_id())
 
 
 def scale(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

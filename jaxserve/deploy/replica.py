@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +24,7 @@ from jaxserve.deploy.flags import replica_config
 from jaxserve.deploy.in_process import Parts, call_asgi, call_grpc
 from jaxserve.deploy.moves.relay import Unserved
 from jaxserve.deploy.moves.roster import Roster
-from jaxserve.deploy.moves.transport import Handle, Pages, Transport
+from jaxserve.deploy.moves.transport import Pages, Transport
 from jaxserve.deploy.replica_stats import ReplicaStats
 from jaxserve.deploy.replicas import ANYWHERE, FINGERPRINT, RANK, SNAPSHOT, Where
 from jaxserve.deploy.response_kind import (
@@ -39,7 +39,7 @@ from jaxserve.server.access.options import access_settings
 from jaxserve.server.frontends import Frontends, make_call_tracker
 from jaxserve.server.http.transport.protocol import ARRIVED
 from jaxserve.server.moves.passage import CannotResume, Passage
-from jaxserve.server.moves.resume_point import Mark, unmarked
+from jaxserve.server.moves.resume_point import Handle, Mark, unmarked
 from jaxserve.server.requests.call_outcome import CallOutcome
 from jaxserve.server.requests.engine_client import EngineClient
 from jaxserve.server.requests.options import server_options
@@ -56,6 +56,7 @@ log = logging.getLogger(__name__)
 LEAVE_S = 2.0
 """Seconds that the answers of a replica that is to go may still take."""
 _EXPORT_S, _MOST_BYTES = 1.5, 256 << 20  # for all answers; of one answer's cache
+_BROUGHT_S = 10.0  # for which what came ahead of an answer is kept
 _LARGE = 1 << 16  # bytes of a record that takes milliseconds to read
 _REFUSED = (CallOutcome.INVALID, CallOutcome.MALFORMED, CallOutcome.UNAUTHENTICATED)  # for good
 _BROKEN_OFF = (CallOutcome.ENGINE_FAILED, CallOutcome.SHUTTING_DOWN)
@@ -96,6 +97,7 @@ class EngineReplica:
             config = config.with_fields(engine__record=recorded)
         self._transport = transport or Transport()
         self._passages = set[Passage]()
+        self._brought: dict[str, Pages] = {}  # ahead of answers, by `ResumePoint.key`
         self._going: asyncio.Task[None] | None = None
         log_to_stderr(config.telemetry.log_format)
         options, access = server_options(config), access_settings(config.server)
@@ -196,28 +198,33 @@ class EngineReplica:
         """See `_passage`; off the event loop where it may take long."""
         if handle is None and len(resume) <= _LARGE:
             return self._passage(resume)
-        return await asyncio.to_thread(lambda: self._passage(resume, self._get(handle)))
+        return await asyncio.to_thread(lambda: self._passage(resume, self._get(handle) or {}))
 
-    def _get(self, handle: Handle | None) -> Pages:
-        """What another replica has put; empty if it cannot be had, and is computed again."""
-        if not handle:
+    def _get(self, handle: Handle | None) -> Pages | None:
+        """What another replica has put. Empty if it is here already, or is computed again as soon.
+        None if it has not come by then."""
+        if handle is None or not handle.refs:
             return {}
+        again = self._engine.recompute_seconds(handle.keys)
         try:
-            return self._transport.get(handle)
+            sooner = self._transport.seconds(handle) < again
+            return self._transport.get(handle, again) if sooner else {}
         except Exception as error:
             log.warning("what is cached of an answer has not come: %r", error)
-            return {}
+            return None
         finally:
-            handle.clear()
+            handle.refs.clear()
 
     def _passage(self, resume: bytes, pages: Pages | None = None) -> Passage | None:
         """Raises Unserved if another replica has to resume the answer."""
         if not resume:
             return None
         try:
-            return Passage(resume, self._engine.info().system_fingerprint, self._name, pages)
+            passage = Passage(resume, self._engine.info().system_fingerprint, self._name)
         except CannotResume as error:
             raise Unserved(str(error), "") from None  # it takes other calls
+        passage.pages = {**self._brought.pop(passage.point.key, {}), **(pages or {})}
+        return passage
 
     async def _served(
         self, parts: Parts, by: Callable[[Any], ResponseKind], passage: Passage | None
@@ -259,26 +266,78 @@ class EngineReplica:
             pages = await asyncio.to_thread(self._put, passage, due) if passage.tokens else None
             passage.leave(pages)
 
-    async def hand_over(self, key: str, *, where: Where = ANYWHERE) -> bool:
-        """Leaves one answer to other replicas, with what is cached of it.
+    async def offer(self, key: str, *, where: Where = ANYWHERE) -> Handle | None:
+        """Puts what is cached of an answer, which goes on here.
 
         Args:
             key: `ResumePoint.key` of the answer.
             where: for the router only.
 
         Returns:
+            For `bring` of another replica; None if there is nothing.
+        """
+        for passage in self._with(key):
+            due = time.monotonic() + _EXPORT_S
+            handle = await asyncio.to_thread(self._put, passage, due)
+            passage.sent = frozenset(() if handle is None else handle.keys)
+            return handle
+        return None
+
+    async def bring(self, key: str, handle: Handle, *, where: Where = ANYWHERE) -> bool:
+        """Gets what another replica offers, ahead of an answer that may go on here.
+
+        Args:
+            key: `ResumePoint.key` of the answer.
+            handle: by which it can be had.
+            where: for the router only.
+
+        Returns:
+            Whether all that is wanted of it is here.
+        """
+        pages = await asyncio.to_thread(self._get, handle)
+        if pages:
+            self._brought[key] = pages
+
+            def drop() -> None:
+                if self._brought.get(key) is pages:
+                    del self._brought[key]
+
+            self._loop.call_later(_BROUGHT_S, drop)
+        return pages is not None
+
+    async def hand_over(self, key: str, ahead: bool = False, *, where: Where = ANYWHERE) -> bool:
+        """Leaves one answer to other replicas, with what is cached of it.
+
+        Args:
+            key: `ResumePoint.key` of the answer.
+            ahead: whether what was offered of it is where it goes, so that the rest is enough.
+            where: for the router only.
+
+        Returns:
             Whether it is left; not if it has ended, or cannot be resumed.
         """
-        for passage in [one for one in self._passages if one.point.key == key]:
-            due = time.monotonic() + _EXPORT_S
-            passage.leave(await asyncio.to_thread(self._put, passage, due))
+        for passage in self._with(key):
+            due, sent = time.monotonic() + _EXPORT_S, passage.sent if ahead else ()
+            passage.leave(await asyncio.to_thread(self._put, passage, due, sent))
             await passage.settled.wait()
             return passage.left and passage in self._passages
         return False
 
-    def _put(self, passage: Passage, due: float) -> Handle | None:
+    def _with(self, key: str) -> list[Passage]:
+        return [one for one in self._passages if one.point.key == key]
+
+    def _put(self, passage: Passage, due: float, sent: Collection[bytes] = ()) -> Handle | None:
         """Puts what is cached of an answer, up to _MOST_BYTES, if it can be had by then. Its
-        requests go on meanwhile. None if nothing can be put: then it is computed again."""
+        requests go on meanwhile.
+
+        Args:
+            passage: the answer's.
+            due: seconds of time.monotonic().
+            sent: keys of what is left out.
+
+        Returns:
+            None if nothing can be put: then it is computed again.
+        """
         pages, room = dict[bytes, np.ndarray](), _MOST_BYTES
         requests = () if passage.call is None else passage.call.requests
         try:
@@ -286,7 +345,7 @@ class EngineReplica:
                 left = due - time.monotonic()
                 if left > 0:
                     with contextlib.suppress(TimeoutError, EngineStopped):
-                        pages |= self._engine.export(request.id, left, room)
+                        pages |= self._engine.export(request.id, left, room, sent)
                 room = _MOST_BYTES - sum(page.nbytes for page in pages.values())
             return self._transport.put(pages) if pages else None
         except Exception as error:

@@ -187,6 +187,17 @@ class Replicas:
             self._fleet.send(to, routing_request, now, moves=True)
             return self._name(to)
 
+    def sends_ahead(self, here: str, routing_request: RoutingRequest, now: float) -> bool:
+        """Whether what is cached of a request that moves is sent ahead of it. See
+        `Moves.sends_ahead`.
+
+        Args:
+            here, routing_request, now: as in `goes_on_at`.
+        """
+        with self._lock:
+            at = self._places.get(here)
+            return at is not None and self._router.sends_ahead(at, routing_request, now)
+
     def behind(self, here: str, there: Sequence[Sent], now: float) -> list[tuple[int, str]]:
         """Which requests of a replica with news go on elsewhere, and where, since they would miss
         their targets: counted as sent there. See `Router.behind`."""

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -78,12 +78,13 @@ class _ToolCalls:
 
 @dataclasses.dataclass(frozen=True)
 class _Export:
-    """See `Engine.export`. done: completed or failed afterwards. sent: what is on its way."""
+    """See `Engine.export`. done: completed or failed afterwards. sent: what is on its way, or was
+    sent before."""
 
     request_id: str
     most_bytes: int
     done: Future[dict[bytes, Saved]]
-    sent: dict[bytes, Saved] = dataclasses.field(default_factory=dict)
+    sent: dict[bytes, Saved | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -464,7 +465,9 @@ class Engine:
             self._inbox.append(_Command.RESET_PREFIX_CACHE)
             self._wake.notify()
 
-    def export(self, request_id: str, seconds: float, most_bytes: int) -> dict[bytes, np.ndarray]:
+    def export(
+        self, request_id: str, seconds: float, most_bytes: int, sent: Collection[bytes] = ()
+    ) -> dict[bytes, np.ndarray]:
         """The full blocks of K and V that a running request has computed, by the keys of their
         tokens, for `Request.pages` of another engine with the same system fingerprint and secret.
         The request goes on meanwhile. Waits for the copies, on the calling thread.
@@ -472,7 +475,8 @@ class Engine:
         Args:
             request_id: the request.
             seconds: how long to wait.
-            most_bytes: of the blocks; the first ones that are no more.
+            most_bytes: of the blocks, with those sent before; the first ones that are no more.
+            sent: keys of those that were sent before.
 
         Returns:
             Empty without a prefix cache with host memory, or with several hosts.
@@ -482,18 +486,24 @@ class Engine:
             EngineStopped: the engine has ended.
         """
         due = self._clock() + seconds
-        sent = self.exporting(request_id, most_bytes).result(seconds)
-        return {key: one.wait(due - self._clock()) for key, one in sent.items()}
+        saved = self.exporting(request_id, most_bytes, sent).result(seconds)
+        return {key: one.wait(due - self._clock()) for key, one in saved.items()}
 
-    def exporting(self, request_id: str, most_bytes: int) -> Future[dict[bytes, Saved]]:
+    def exporting(
+        self, request_id: str, most_bytes: int, sent: Collection[bytes] = ()
+    ) -> Future[dict[bytes, Saved]]:
         """Begins to `export`. Raises EngineStopped."""
         done: Future[dict[bytes, Saved]] = Future()
         with self._wake:
             if self._failure is not None or self._thread is None or self._stop:
                 raise EngineStopped("the engine has ended")
-            self._inbox.append(_Export(request_id, most_bytes, done))
+            self._inbox.append(_Export(request_id, most_bytes, done, dict.fromkeys(sent)))
             self._wake.notify()
         return done
+
+    def recompute_seconds(self, keys: Sequence[bytes]) -> float:
+        """See `Scheduler.recompute_seconds`."""
+        return self._scheduler.recompute_seconds(keys)
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""
@@ -755,7 +765,8 @@ class Engine:
             if more:
                 self._inbox.append(command)
             else:
-                command.done.set_result(command.sent)
+                saved = {key: one for key, one in command.sent.items() if one is not None}
+                command.done.set_result(saved)
 
     def _over(self, request_id: str) -> None:
         used: Adapter | None = None

@@ -284,13 +284,14 @@ class StepLoop:
             except BaseException as error:
                 self._fail(continuation, error)
 
-    def export(self, request_id: str, sent: dict[bytes, Saved], most_bytes: int) -> bool:
+    def export(self, request_id: str, sent: dict[bytes, Saved | None], most_bytes: int) -> bool:
         """Sends some of the request's cached blocks on their way to host memory: so few that the
         next step need not wait for their copies.
 
         Args:
             request_id: the request.
-            sent: those that are on their way, by key, to which it adds.
+            sent: those that are on their way, by key, to which it adds; None for those that the
+                other engine has.
             most_bytes: of all of them.
 
         Returns:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
@@ -14,14 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxserve.deploy import replica as replica_module
 from jaxserve.deploy.moves import mover as module
+from jaxserve.deploy.moves import transport as transport_module
 from jaxserve.deploy.moves.mover import Mover
 from jaxserve.deploy.moves.relay import Relay
 from jaxserve.deploy.moves.transport import Transport
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import RoutingRequest
-from jaxserve.server.moves.resume_point import Begun, ResumePoint
+from jaxserve.server.moves.resume_point import Begun, Handle, ResumePoint
 from tests.deploy.engine import Engine
 from tests.deploy.test_moves import FINGERPRINT, Fleet, Paced, events, served
 
@@ -32,10 +35,12 @@ ASK = RoutingRequest(2, ttft=1.0, tbt=0.1)
 class Decides:
     """A router that has one thing to say."""
 
-    def __init__(self, to: str | None = None, late: Sequence[tuple[int, str]] = ()) -> None:
+    def __init__(
+        self, to: str | None = None, late: Sequence[tuple[int, str]] = (), *, ahead: bool = False
+    ) -> None:
         self.to, self.late, self.silent = to, list(late), frozenset[str]()
         self.at: dict[str, list[str]] = {}
-        self.moves = True
+        self.moves, self.ahead = True, ahead
         self.asked: list[tuple[str, RoutingRequest]] = []
         self.there: list[tuple[str, list[Sent]]] = []
 
@@ -43,10 +48,29 @@ class Decides:
         self.asked.append((here, ask))
         return None if here == self.to else self.to
 
+    def sends_ahead(self, here: str, ask: RoutingRequest, now: float) -> bool:
+        return self.ahead
+
     def behind(self, here: str, there: Sequence[Sent], now: float) -> list[tuple[int, str]]:
         self.there.append((here, list(there)))
         late, self.late = self.late, []
         return late
+
+
+class Asks:
+    """What the ingress asks of replicas."""
+
+    def __init__(self, replicas: dict[str, EngineReplica]) -> None:
+        self.replicas = replicas
+
+    async def offer(self, name: str, key: str) -> Handle | None:
+        return await self.replicas[name].offer(key)
+
+    async def bring(self, name: str, key: str, handle: Handle) -> bool:
+        return await self.replicas[name].bring(key, handle)
+
+    async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
+        return await self.replicas[name].hand_over(key, ahead)
 
 
 Talk = Callable[[Mover, Fleet, Relay], AsyncGenerator[Any, None]]
@@ -61,7 +85,7 @@ def said(
     decides: Decides,
     engines: Sequence[Engine],
     talk: Talk = whole,
-    hand_over: Callable[[EngineReplica, str], Any] = lambda replica, key: replica.hand_over(key),
+    asks: type[Asks] = Asks,
     lost_after: Sequence[int] = (),
     **body: Any,
 ) -> tuple[str, Fleet]:
@@ -71,15 +95,11 @@ def said(
     async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
         fleet = Fleet(replicas, *lost_after)
         fleets.append(fleet)
-        by_name = {f"r{i}": replica for i, replica in enumerate(replicas)}
-
-        async def hand(name: str, key: str) -> bool:
-            return bool(await hand_over(by_name[name], key))
-
-        mover = Mover(lambda: decides, hand)  # type: ignore[arg-type, return-value]
+        asked = asks({f"r{i}": replica for i, replica in enumerate(replicas)})
+        mover = Mover(lambda: decides, asked)  # type: ignore[arg-type, return-value]
         fleet.watch = mover
-        asked = {"prompt": "Hi", "max_tokens": LONG, "stream": True, **body}
-        relay = fleet.http("/v1/completions", asked)
+        call = {"prompt": "Hi", "max_tokens": LONG, "stream": True, **body}
+        relay = fleet.http("/v1/completions", call)
         mover.add(relay, ASK)
         async for piece in talk(mover, fleet, relay):
             yield piece
@@ -217,24 +237,29 @@ def test_one_whose_replica_is_out_of_reach_goes_elsewhere(begun: bool) -> None:
     assert fleet.points[1].why == ("lost" if begun else "")
 
 
-async def _raises(replica: EngineReplica, key: str) -> bool:
-    raise ConnectionError("it has died")
+class _Another(Asks):
+    async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
+        return await super().hand_over(name, "00" * 16, ahead)
 
 
-@pytest.mark.parametrize(
-    "hand_over", [lambda replica, key: replica.hand_over("00" * 16), _raises], ids=["false", "lost"]
-)
-def test_what_its_replica_does_not_leave_stays(hand_over: Any) -> None:
-    text, fleet = said(Decides("r1"), [Paced().run()], hand_over=hand_over)
+class _Raises(Asks):
+    async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
+        raise ConnectionError("it has died")
+
+
+@pytest.mark.parametrize("asks", [_Another, _Raises])
+def test_what_its_replica_does_not_leave_stays(asks: type[Asks]) -> None:
+    text, fleet = said(Decides("r1"), [Paced().run()], asks=asks)
     assert text == TEXT and len(fleet.points) == 1
 
 
 def test_a_replica_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAVE_S", 0.01)
 
-    async def silent(replica: EngineReplica, key: str) -> bool:
-        await asyncio.Event().wait()
-        return True
+    class Silent(Asks):
+        async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
+            await asyncio.Event().wait()
+            return True
 
     first = Paced()
     held = threading.Event()
@@ -248,11 +273,150 @@ def test_a_replica_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch)
     first.step = stalls  # type: ignore[method-assign]
     try:
         text, fleet = said(
-            Decides("r1"), [first.run(), Paced().run()], whole_then(held.set), hand_over=silent
+            Decides("r1"), [first.run(), Paced().run()], whole_then(held.set), asks=Silent
         )
     finally:
         held.set()
     assert text == TEXT and fleet.pages[1] is None and fleet.wheres[1].to == "r1"
+
+
+ONE, TWO = b"1" * 16, b"2" * 16  # keys of blocks
+
+
+def _cached(*engines: Engine) -> None:
+    for engine in engines:
+        engine.cache = {ONE: np.arange(8.0)}
+
+
+class _GoesOn(Asks):
+    """The answer goes on, and more of it is cached, while some of that is under way."""
+
+    first: Engine
+    told: int
+
+    async def bring(self, name: str, key: str, handle: Handle) -> bool:
+        before = self.first.told
+        await asyncio.to_thread(self.first.wait, lambda: self.first.told >= before + 3)
+        there = await super().bring(name, key, handle)
+        self.first.cache[TWO] = np.arange(8.0, 16.0)
+        type(self).told = before + 3
+        return there
+
+
+@pytest.mark.promise(48)
+def test_what_is_cached_is_sent_while_the_answer_goes_on() -> None:
+    """The rest comes with it, and nothing twice."""
+    first, second, put = Paced().run(), Paced().run(), list[tuple[bytes, ...]]()
+    _cached(first)
+    _GoesOn.first = first
+
+    class Counts(Transport):
+        def put(self, pages: Any) -> Handle:
+            put.append(tuple(pages))
+            return super().put(pages)
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        for replica in fleet._replicas:
+            replica._transport = Counts()
+        async for piece in relay.pieces():
+            yield piece
+        assert not any(replica._brought for replica in fleet._replicas)
+
+    text, fleet = said(Decides("r1", ahead=True), [first, second], talk, _GoesOn)
+    assert text == TEXT and put == [(ONE,), (TWO,)]
+    (output,) = fleet.points[1].outputs
+    assert len(output.tokens) >= _GoesOn.told
+    assert {*second.requests[0].pages} == {ONE, TWO}
+
+
+@pytest.mark.parametrize("lost", ["got", "there"])
+def test_what_cannot_be_sent_ahead_comes_along_or_the_answer_stays(lost: str) -> None:
+    first, second = Paced().run(), Paced().run()
+    _cached(first)
+
+    class Fails(Asks):
+        async def bring(self, name: str, key: str, handle: Handle) -> bool:
+            if lost == "there":
+                raise ConnectionError("the other replica has died")
+            handle.refs[:] = []  # they cannot be had
+            handle.refs.append(None)
+            self.replicas[name]._transport = Tampers("not got")
+            there = await super().bring(name, key, handle)
+            self.replicas[name]._transport = Transport()
+            return there
+
+    text, fleet = said(Decides("r1", ahead=True), [first, second], asks=Fails)
+    assert text == TEXT
+    if lost == "there":
+        assert len(fleet.points) == 1
+    else:
+        assert {*second.requests[0].pages} == {ONE}
+
+
+@pytest.mark.parametrize("why", ["cached", "slow"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_is_computed_as_soon_is_not_waited_for(why: str, ahead: bool) -> None:
+    first, second = Paced().run(), Paced().run()
+    _cached(first)
+    if why == "cached":
+        second.known = {ONE}
+    else:
+        second.recompute_s = 1e-3
+
+    class Slow(Transport):
+        def get(self, handle: Any, seconds: float) -> Any:
+            raise AssertionError("it was waited for")
+
+    async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
+        slow = fleet._replicas[1]._transport = Slow()
+        for _ in range(4 * (why == "slow")):
+            slow._came[""].append((time.monotonic(), 1 << 20, 1000.0))
+        async for piece in relay.pieces():
+            yield piece
+
+    text, fleet = said(Decides("r1", ahead=ahead), [first, second], talk)
+    assert text == TEXT and len(fleet.points) == 2 and not second.requests[0].pages
+
+
+def test_what_was_sent_ahead_in_vain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "_BROUGHT_S", 0.01)
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        handle = replicas[0]._transport.put({ONE: np.arange(8.0)})
+        assert await replicas[0].bring("00" * 16, handle) and not handle.refs
+        assert replicas[0]._brought
+        async with asyncio.timeout(60):
+            while replicas[0]._brought:
+                await asyncio.sleep(0)
+        yield []
+
+    served(call, [Paced().run()])
+
+
+def test_a_transport_knows_how_fast_it_was_lately(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(transport_module.time, "monotonic", lambda: now)
+
+    class Takes(Transport):
+        def _fetch(self, refs: Any, seconds: float) -> Any:
+            nonlocal now
+            now += refs[0]
+            return {}
+
+    transport, large = Takes(), 64 << 20
+    first = Handle([8.0], (), large, "there")
+    assert transport.seconds(first) == 0
+    transport.get(first, 60)
+    assert (
+        6 < transport.seconds(first) < 8
+        and 3 < transport.seconds(first._replace(num_bytes=large // 2)) < 4
+    )
+    assert transport.seconds(first._replace(source="elsewhere")) == 0
+    # That one small piece was late says little.
+    transport.get(Handle([1.0], (), 1000, "elsewhere"), 60)
+    assert transport.seconds(Handle([], (), 1000, "elsewhere")) < 0.001
+    now += 61
+    assert transport.seconds(first) == 0
 
 
 def whole_then(end: Callable[[], None]) -> Talk:
@@ -288,6 +452,7 @@ class Tampers(Transport):
     """What is put comes late, not at all, or as something else."""
 
     def __init__(self, fault: str) -> None:
+        super().__init__()
         self._fault = fault
 
     def put(self, pages: Any) -> Any:
@@ -295,10 +460,10 @@ class Tampers(Transport):
             raise MemoryError("the object store is full")
         return super().put(pages)
 
-    def get(self, handle: Any) -> Any:
+    def get(self, handle: Any, seconds: float) -> Any:
         if self._fault == "not got":
             raise ConnectionError("its owner has died")
-        pages = super().get(handle)
+        pages = super().get(handle, seconds)
         return {} if self._fault == "empty" else pages
 
 
@@ -308,10 +473,11 @@ class Tampers(Transport):
     destination=st.one_of(st.just(NEVER), st.integers(0, 6)),
     pages=st.sampled_from(["", "not put", "not got", "empty"]),
     takes=st.sampled_from(["", "full", "another model"]),
+    ahead=st.booleans(),
 )
 @pytest.mark.promise(48)
 def test_either_side_may_fail_at_any_moment_of_a_move(
-    source: int, destination: int, pages: str, takes: str
+    source: int, destination: int, pages: str, takes: str, ahead: bool
 ) -> None:
     """Or be full, or serve another model by now: no token is lost, and none comes twice."""
     engines = [Paced().run() for _ in range(5)]
@@ -330,8 +496,9 @@ def test_either_side_may_fail_at_any_moment_of_a_move(
         for engine in engines:
             await asyncio.to_thread(engine.wait, lambda engine=engine: not engine.live)
 
+    decides = Decides("r1", ahead=ahead)
     text, fleet = said(
-        Decides("r1"), engines, talk, lost_after=[source, destination, NEVER], max_tokens=50
+        decides, engines, talk, lost_after=[source, destination, NEVER], max_tokens=50
     )
     assert text == "".join(f" w{k}" for k in range(50))
     told = [[token for one in point.outputs for token in one.tokens] for point in fleet.points]

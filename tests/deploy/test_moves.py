@@ -37,6 +37,7 @@ from jaxserve.server.moves.resume_point import (
     Answered,
     Begun,
     Cache,
+    Handle,
     Passed,
     ResumePoint,
     unmarked,
@@ -533,7 +534,7 @@ def test_a_replica_that_is_to_go_leaves_its_answers_with_what_it_has_cached(
     (point,), (_, pages) = fleets[0].points[1:], fleets[0].pages
     assert point.why == "drained" and point.outputs and len(first.cancelled) == 1
     (request,) = second.requests
-    assert [*request.pages] == [b"k" * 16] and pages == [], "nobody keeps it any longer"
+    assert [*request.pages] == [b"k" * 16] and pages.refs == [], "nobody keeps it any longer"
     assert (request.pages[b"k" * 16] == np.arange(8.0)).all()
 
 
@@ -590,8 +591,8 @@ def test_an_answer_leaves_when_its_next_token_is_told(monkeypatch: pytest.Monkey
         delta = Delta(0, list(range(tokens)), times=[passage.began] * tokens)
         with passage.passing(0, delta):
             pass
-        passage.leave(["pages"])
-        passage.leave(["others"])
+        passage.leave(Handle(["pages"], (), 0))
+        passage.leave(Handle(["others"], (), 0))
         if told:
             with passage.passing(0, delta):
                 assert not passage.left
@@ -609,12 +610,12 @@ def test_an_answer_leaves_when_its_next_token_is_told(monkeypatch: pytest.Monkey
 
 def test_what_was_put_is_held_until_somebody_goes_on() -> None:
     """By nobody who passes the answer on afterwards, but for as long as others may have to."""
-    answered, handle = Answered(point()), ["somewhere"]
+    answered, handle = Answered(point()), Handle(["somewhere"], (), 0)
     answered.take([Begun(FINGERPRINT, "r0")])
     answered.take([Cache(handle)])
-    assert answered.left and answered.pages is handle == ["somewhere"]
+    assert answered.left and answered.pages is handle and handle.refs == ["somewhere"]
     answered.take([Begun(FINGERPRINT, "r1")])
-    assert not answered.left and answered.pages is None and handle == []
+    assert not answered.left and answered.pages is None and handle.refs == []
 
 
 @pytest.mark.ray
@@ -634,10 +635,11 @@ def test_the_object_store_is_rid_of_it_by_itself(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(on_ray.ray, "put", put)
     monkeypatch.setattr(on_ray, "_HELD_S", 0.1)
+    monkeypatch.setattr(on_ray.ObjectStore, "_here", lambda store: "node")
     known = set(threading.enumerate())
     store = pickle.loads(pickle.dumps(on_ray.ObjectStore()))
     for handle in [store.put({}) for _ in range(3)]:
-        handle.clear()
+        handle.refs.clear()
     assert all(one() is not None for one in gone), "Ray does not know who has it"
     assert len(set(threading.enumerate()) - known) == 1
     while timers := set(threading.enumerate()) - known:
@@ -665,10 +667,10 @@ def test_no_collection_goes_through_what_was_there_at_the_start(
 
 def test_a_cache_that_does_not_come_is_computed_again() -> None:
     class Lost(Transport):
-        def get(self, handle: Any) -> Any:
+        def get(self, handle: Any, seconds: float) -> Any:
             raise ConnectionError("its owner has died")
 
-    engine, pages = Paced().run(), ["gone"]
+    engine, pages = Paced().run(), Handle(["gone"], (b"k" * 16,), 64)
 
     def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
         replicas[0]._transport = Lost()
@@ -678,7 +680,7 @@ def test_a_cache_that_does_not_come_is_computed_again() -> None:
         return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=pages)
 
     assert b'"text":" w3"' in b"".join(part["body"] for part in unmarked(served(call, [engine])))
-    assert not engine.requests[0].pages and engine.requests[0].generated and not pages
+    assert not engine.requests[0].pages and engine.requests[0].generated and not pages.refs
 
 
 def test_a_cache_that_cannot_be_put_keeps_no_answer() -> None:
@@ -726,9 +728,10 @@ def test_an_answer_of_which_too_much_would_have_to_be_kept_stays(
 
 def test_what_has_come_along_is_not_kept_for_as_long_as_the_answer_takes() -> None:
     sent = {b"k" * 16: np.arange(8.0)}
-    passage = Passage(point().model_dump_json().encode(), FINGERPRINT, "r0", sent)
+    passage = Passage(point().model_dump_json().encode(), FINGERPRINT, "r0")
+    passage.pages = sent
     wanted = Request("a", (1, 2), SamplingParams())
-    assert passage.begin([wanted])[0].pages == sent and not passage._pages
+    assert passage.begin([wanted])[0].pages == sent and not passage.pages
 
     engine, records = Paced().run(), list[Any]()
 
@@ -743,7 +746,8 @@ def test_what_has_come_along_is_not_kept_for_as_long_as_the_answer_takes() -> No
         scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
         body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
         resume = point().model_dump_json().encode()
-        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=[sent])
+        handle = Transport().put(sent)
+        return replicas[0].http(scope, body, resume, routing_request=NOTHING, pages=handle)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         served(call, [engine])

@@ -12,12 +12,16 @@ from jaxserve_lab.experiments.moves.cli import Found, report, speeds
 def test_the_report_has_medians_and_the_parts_of_the_pause() -> None:
     parts = {part: [number / 1000] * 3 for number, part in enumerate(cli._PARTS, start=1)}
     some = [0.01, 0.03, 0.02]
-    found = Found(some, some, some, parts, some, some, some, [1.0, 3.0, 2.0])
-    first, pause, which, before, again = report(found)
+    found = Found(some, some, some, parts, some, some, [0.3, 0.4, 0.5], [1.0, 3.0, 2.0])
+    first, pause, which, before, along, again = report(found)
     assert first == "time between tokens 20.0 ms (10.0 to 30.0); 1.000 of it if the stream can move"
     assert "20.0 ms (10.0 to 30.0)" in pause and "are 80 ms" in pause
-    assert [f"{number}.0" in which for number in range(1, 7)] == [True] * 6
-    assert before.count("20.0 ms") == 3 and "2000.0 ms (1000.0 to 3000.0)" in again
+    assert [f"{number}.0" in which for number in range(1, 6)] == [True] * 5
+    assert (
+        before.count("20.0 ms") == 2
+        and "400.0 ms" in along
+        and "2000.0 ms (1000.0 to 3000.0)" in again
+    )
 
 
 def test_a_transport_is_timed() -> None:
@@ -43,4 +47,4 @@ def test_the_measurement_runs(
     monkeypatch.setattr(cli, "BEHIND", 2000)
     assert cli.main(["--tokens=100", "--rounds=1"]) == 0
     told = capsys.readouterr().out
-    assert "pause with the cache" in told and "pause with computing again" in told
+    assert "pause with the cache sent ahead" in told and "pause with computing again" in told

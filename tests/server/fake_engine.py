@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,6 +139,8 @@ class FakeEngine:
         self.drafts = 0, 0  # of every continuation: right, and wrong
         self.resets = 0
         self.cache: dict[bytes, np.ndarray] = {}  # of every request
+        self.known: set[bytes] = set()  # keys of blocks that need not be computed again
+        self.recompute_s = 60.0  # of each other block
         self.tools: list[tuple[str, dict[str, str]]] = []  # as noted, by request
         self.loaded: dict[str, Adapter] = {}
         self.problems: tuple[SloProblem, ...] = ()
@@ -199,10 +201,16 @@ class FakeEngine:
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         self.tools.append((request_id, dict(tools)))
 
-    def export(self, request_id: str, seconds: float, most_bytes: int) -> dict[bytes, np.ndarray]:
+    def export(
+        self, request_id: str, seconds: float, most_bytes: int, sent: Collection[bytes] = ()
+    ) -> dict[bytes, np.ndarray]:
         first = itertools.accumulate(page.nbytes for page in self.cache.values())
         fits = [size <= most_bytes for size in first]
-        return dict(itertools.compress(self.cache.items(), fits))
+        there = dict(itertools.compress(self.cache.items(), fits))
+        return {key: page for key, page in there.items() if key not in sent}
+
+    def recompute_seconds(self, keys: Sequence[bytes]) -> float:
+        return self.recompute_s * sum(key not in self.known for key in keys)
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1

@@ -61,6 +61,7 @@ def served(
     slow=st.integers(0, 3),
     interval=st.sampled_from([0.0, 0.5]),
     host_tokens=st.sampled_from([0, 500, 99_999]),
+    per_token=st.sampled_from([5e-6, 5e-5, 1e-3]),
 )
 def test_nobody_is_lost_and_no_token_comes_twice(
     seed: int,
@@ -70,6 +71,7 @@ def test_nobody_is_lost_and_no_token_comes_twice(
     slow: int,
     interval: float,
     host_tokens: int,
+    per_token: float,
 ) -> None:
     workload = long_prompts(20, 12.0, seed)
     faults = [Fault(one, 1.0 + one / 3, notice=0.2) for one in dead]
@@ -77,7 +79,7 @@ def test_nobody_is_lost_and_no_token_comes_twice(
         faults.append(Fault(slow, 0.5, slowdown=20.0))
     result = served(
         workload,
-        LINK,
+        Link(0.002, per_token),
         roles=(prompts, 4 - prompts) if prompts else None,
         faults=tuple(faults),
         interval=interval,
@@ -120,6 +122,23 @@ def test_a_fixed_split_keeps_prompts_and_decodes_apart(
     # What comes with its cache computes only its last block again.
     again = prompts[~first].sum() / longer.sum()
     assert again < 17, f"{again:.1f} tokens a request"
+
+
+def test_tokens_come_while_a_cache_is_on_a_long_way() -> None:
+    """It is sent ahead; what would take longer than to be computed again is not waited for."""
+    workload = long_prompts(12, 0.5)  # alone, so that nothing else delays it
+    longest, again = [], []
+    for per_token in (1e-5, 5e-5, 1e-3):
+        result = served(workload, Link(0.002, per_token), roles=(2, 2))
+        assert (result.requests.moves == (workload.output_len > 1)).all()
+        gaps, _ = result.requests.tbt
+        longest.append(float(np.max(gaps)))
+        tokens = result.batches.num_tokens - result.batches.num_decodes
+        again.append(int(tokens[result.batches.replica >= 2].sum()))
+    most = int(workload.prompt_len.max())
+    assert longest[0] < 0.1 and longest[1] < min(longest[0] + 0.02, 5e-5 * most), longest
+    assert again[0] < 17 * len(workload) > again[1] and again[2] > 0.9 * workload.prompt_len.sum()
+    assert longest[2] < 0.2 * 1e-3 * most, longest
 
 
 @pytest.mark.parametrize("dead", [(0, 1), (2, 3)])

@@ -7,17 +7,35 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from jaxserve.deploy.moves.relay import LEAVE_S, Relay
 from jaxserve.deploy.replicas import Replicas
 from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import RoutingRequest
+from jaxserve.server.moves.resume_point import Handle
 from jaxserve.server.moves.why import Why
 
 log = logging.getLogger(__name__)
+
+
+_AHEAD_S = 10.0  # for sending a cache ahead
+
+
+class Asked(Protocol):
+    """What a mover asks of replicas, by their names and answers' `ResumePoint.key`. See
+    `EngineReplica`."""
+
+    async def offer(self, name: str, key: str) -> Handle | None:
+        """See there."""
+
+    async def bring(self, name: str, key: str, handle: Handle) -> bool:
+        """See there."""
+
+    async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
+        """See there."""
 
 
 @dataclass
@@ -45,16 +63,11 @@ class Mover:
 
     Args:
         replicas: returns what is known of the replicas; None while nothing is.
-        hand_over: has the replica of this name leave the answer with this key (`ResumePoint.key`)
-            to others. Returns whether it does.
+        asked: asks the replicas.
     """
 
-    def __init__(
-        self,
-        replicas: Callable[[], Replicas | None],
-        hand_over: Callable[[str, str], Awaitable[bool]],
-    ) -> None:
-        self._replicas, self._hand_over = replicas, hand_over
+    def __init__(self, replicas: Callable[[], Replicas | None], asked: Asked) -> None:
+        self._replicas, self._asked = replicas, asked
         self._calls: dict[Relay, _Call] = {}
         self._there = defaultdict[str, dict[Relay, None]](dict)  # by replica, in order of arrival
         self._silent: frozenset[str] = frozenset()
@@ -91,9 +104,12 @@ class Mover:
         replicas = self._replicas()
         if replicas is None or relay.moving:
             return
-        to = replicas.goes_on_at(relay.replica, self._ask(relay, relay.tokens), time.time())
+        ask = self._ask(relay, relay.tokens)
+        to = replicas.goes_on_at(relay.replica, ask, time.time())
         if to is not None:
-            self._move(relay, to, "prefilled")
+            self._move(
+                relay, to, "prefilled", replicas.sends_ahead(relay.replica, ask, time.time())
+            )
 
     def heard(self, names: Sequence[str], changed: bool) -> None:
         """There is news of replicas: moves those of their answers that are late, and turns to
@@ -141,7 +157,8 @@ class Mover:
         asked = list(map(self._sent, mine))
         for index, to in replicas.behind(name, asked, time.time()) if asked else ():
             self._calls[mine[index]].late += 1
-            self._move(mine[index], to, "late")
+            ahead = replicas.sends_ahead(name, asked[index].ask, time.time())
+            self._move(mine[index], to, "late", ahead)
 
     def _sent(self, relay: Relay) -> Sent:
         call, tokens = self._calls[relay], relay.tokens
@@ -152,21 +169,50 @@ class Mover:
         """What of the call is to be computed at another replica."""
         return self._calls[relay].ask.after(tokens, relay.point.fingerprint)
 
-    def _move(self, relay: Relay, to: str, why: Why) -> None:
+    def _move(self, relay: Relay, to: str, why: Why, ahead: bool) -> None:
         relay.move(to, why)
         if relay.tokens:
-            self._start(self._leave(relay, relay.replica))
+            self._start(self._leave(relay, relay.replica, to, ahead))
+
+    async def _send(self, key: str, name: str, to: str) -> bool:
+        """Sends what a replica has cached of an answer to another. Returns whether it is there."""
+        handle = await self._asked.offer(name, key)
+        try:
+            return handle is not None and await self._asked.bring(to, key, handle)
+        finally:
+            if handle is not None:
+                handle.refs.clear()  # see `Handle`
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _leave(self, relay: Relay, name: str) -> None:
-        """Has the replica leave the answer. One that says nothing is left all the same."""
+    async def _leave(self, relay: Relay, name: str, to: str, ahead: bool) -> None:
+        """Has the replica leave the answer to another one. One that says nothing is left all the
+        same.
+
+        Args:
+            relay: the answer's.
+            name: the replica's.
+            to: the other one's.
+            ahead: whether what is cached of it is sent before, while it goes on.
+        """
+        key = relay.point.key
+        try:
+            if ahead:
+                async with asyncio.timeout(_AHEAD_S):
+                    ahead = await self._send(key, name, to)
+        except Exception as error:  # one of them is lost, say
+            log.info("an answer does not move: %r", error)
+            if relay.replica == name:
+                relay.stay()
+            return
+        if relay.replica != name or not relay.moving:
+            return
         try:
             async with asyncio.timeout(LEAVE_S):
-                left = await self._hand_over(name, relay.point.key)
+                left = await self._asked.hand_over(name, key, ahead)
         except TimeoutError:
             left = True
             if relay.replica == name and relay.moving:

@@ -21,6 +21,7 @@ from jaxserve.server.moves.resume_point import (
     MOST_VALUES,
     Begun,
     Cache,
+    Handle,
     Mark,
     Passed,
     ResumePoint,
@@ -65,7 +66,6 @@ class Passage:
         record: From `ResumePoint.record`, of the version of whoever sent it.
         fingerprint: The replica's system fingerprint.
         replica: Its name.
-        pages: What came along from the replica before, as `Request.pages`.
 
     Attributes:
         point: The record.
@@ -77,18 +77,14 @@ class Passage:
         silent: Whether what the frontend says is left out, since the client has it.
         tell: Takes the marks.
         call: The frontend's record of the call, once there is one.
+        pages: What came from the replica before, as `Request.pages`.
+        sent: Keys of what this one has offered to others.
 
     Raises:
         CannotResume: Another replica has to do it.
     """
 
-    def __init__(
-        self,
-        record: bytes,
-        fingerprint: str,
-        replica: str,
-        pages: Mapping[bytes, np.ndarray] | None = None,
-    ) -> None:
+    def __init__(self, record: bytes, fingerprint: str, replica: str) -> None:
         try:
             self.point = ResumePoint.read(record)
         except ValidationError as error:
@@ -106,9 +102,10 @@ class Passage:
         self.call: _Call | None = None
         # The clock of the host that says when it came may be ahead.
         self.began = time.monotonic() - max(0.0, time.time() - self.point.arrived)
-        self._begun, self._pages = Begun(fingerprint, replica), pages or {}
+        self._begun = Begun(fingerprint, replica)
+        self.pages: Mapping[bytes, np.ndarray] = {}
         self._leaving: Cache | None = None
-        self.settled = asyncio.Event()
+        self.settled, self.sent = asyncio.Event(), frozenset[bytes]()
         self._outputs = {one.number: one for one in self.point.outputs}
         self._values = sum(map(values, self.point.outputs))
 
@@ -126,7 +123,7 @@ class Passage:
         if not self.silent:
             return list(wanted)
         n, moved = wanted[0].sampling.n, tuple(self.point.moved)
-        pages, self._pages = self._pages, {}
+        pages, self.pages = self.pages, {}
         made = []
         for place, request in enumerate(wanted):
             found = tuple(self._generated(place * n + index) for index in range(n))
@@ -163,7 +160,7 @@ class Passage:
         if self._leaving is not None:
             self._leave(self._leaving)
 
-    def leave(self, pages: list[Any] | None) -> None:
+    def leave(self, pages: Handle | None) -> None:
         """Leaves the answer to other replicas, with what is cached of it here, once its next token
         is told: another one would compute that again. Within NEXT_S in any case. It stays if there
         is more than is kept for them. pages: as `Cache.pages`."""

@@ -58,11 +58,28 @@ class Passed(NamedTuple):
     given_up: bool = False
 
 
-class Cache(NamedTuple):
-    """The replica leaves the answer here. pages: by which others get what it has cached of the
-    answer (`deploy.transport.Handle`); None for nothing."""
+class Handle(NamedTuple):
+    """By which other replicas get what one has cached of an answer.
 
-    pages: list[Any] | None
+    Attributes:
+        refs: Plain data, or what Ray can send. Whoever has no more use for the handle empties it,
+            since its other holders keep it until the answer ends.
+        keys: Keys of the pages (`Request.pages`), in order.
+        num_bytes: Of all pages.
+        source: Whence they come: whatever comes from there takes as long.
+    """
+
+    refs: list[Any]
+    keys: tuple[bytes, ...]
+    num_bytes: int
+    source: str = ""
+
+
+class Cache(NamedTuple):
+    """The replica leaves the answer here. pages: what it has cached of the answer and others do not
+    have yet; None for nothing."""
+
+    pages: Handle | None
 
 
 Mark = Begun | Passed | Cache
@@ -183,7 +200,7 @@ class Answered:
     def __init__(self, point: ResumePoint) -> None:
         self.begun, self.point, self.replica = False, point, ""
         self.left = False
-        self.pages: list[Any] | None = None
+        self.pages: Handle | None = None
         self._outputs: dict[int, Progress] = {}
         self._values = 0
 
@@ -200,7 +217,7 @@ class Answered:
                 self.begun, self.replica = True, part.replica
                 self.left = False
                 if self.pages is not None:
-                    self.pages.clear()  # see `deploy.transport.Handle`
+                    self.pages.refs.clear()  # see `Handle`
                 self.pages = None
                 self.point.fingerprint = part.fingerprint
             elif isinstance(part, Passed):

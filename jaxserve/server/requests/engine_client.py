@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -105,9 +105,15 @@ class EngineClient(Protocol):
         """The work that was waiting at the last step, with the step's time by `time.monotonic`.
         Predicted waits and routers' snapshots are computed from it."""
 
-    def export(self, request_id: str, seconds: float, most_bytes: int) -> dict[bytes, np.ndarray]:
-        """What is cached of a running request, for `Request.pages` of another engine. Waits up to
-        so many seconds. Raises TimeoutError and EngineStopped."""
+    def export(
+        self, request_id: str, seconds: float, most_bytes: int, sent: Collection[bytes] = ()
+    ) -> dict[bytes, np.ndarray]:
+        """What is cached of a running request, for `Request.pages` of another engine, without what
+        has these keys. Waits up to so many seconds. Raises TimeoutError and EngineStopped."""
+
+    def recompute_seconds(self, keys: Sequence[bytes]) -> float:
+        """Predicted seconds to compute blocks with these keys again, as far as they are not
+        cached."""
 
     def stats(self) -> EngineStats:
         """A snapshot, taken while the engine runs: its counts may be one step apart."""

@@ -59,9 +59,9 @@ class Front:
         self._latency = 0.0 if link is None else link.latency
         # When, whose, where, and the keys of pages that come along.
         self._travelling: list[tuple[float, int, int, list[bytes]]] = []
-        # When, whose, whence and where to: those that go on while their pages are on the way.
+        # When, whose, where to and how many: of pages sent ahead of requests that go on.
         self._leaving: list[tuple[float, int, int, int]] = []
-        self._sent: dict[int, int] = {}  # how many pages of each
+        self._ahead: dict[int, tuple[float, int, int, int]] = {}  # the same by request
         self._requests: dict[int, Request] = {}  # of those that may move
         self._asks: dict[int, RoutingRequest] = {}  # likewise
         # By replica: what is there, or was, since when, and with how many tokens it came.
@@ -139,6 +139,7 @@ class Front:
         self._at[number] = replica
         if self._setting.routing.link is not None:
             self._requests[number] = request
+            self._ahead.pop(number, None)  # it was to leave a replica that has died
             if number not in self._asks:
                 ask = RoutingRequest.from_request(request, self._setting.block_size)
                 self._asks[number] = ask
@@ -167,9 +168,9 @@ class Front:
         if self._routers[number % self._step].sends_ahead(replica // self._step, ask, now):
             pages = self._machines[replica].pages(number)
             if seconds := self._way(to, pages, 0):
-                when = now + (self._latency + seconds)
-                heapq.heappush(self._leaving, (when, number, replica, place))
-                self._sent[number] = len(pages)
+                leaving = now + (self._latency + seconds), number, place, len(pages)
+                heapq.heappush(self._leaving, leaving)
+                self._ahead[number] = leaving
                 return
         self._leave(number, place, now)
 
@@ -185,10 +186,17 @@ class Front:
     def _replica(self, number: int, place: int) -> int:
         return number % self._step + place * self._step
 
-    def _leave(self, number: int, place: int, now: float) -> None:
-        """A request leaves its replica for another one of its router, with its pages."""
+    def _leave(self, number: int, place: int, now: float, before: int = 0) -> None:
+        """A request leaves its replica for another one of its router, with its pages.
+
+        Args:
+            number: The request's.
+            place: The other replica's.
+            now: Seconds.
+            before: How many pages are there already.
+        """
         replica = self._at[number]
-        pages, before = self._machines[replica].leave(number), self._sent.pop(number, 0)
+        pages = self._machines[replica].leave(number)
         del self._stays[replica][number]
         self._changed[replica] = True
         self._outputs.moves[number] += 1
@@ -237,11 +245,13 @@ class Front:
 
     def _leave_next(self) -> None:
         """The pages of a request are where it goes on."""
-        when, number, replica, place = heapq.heappop(self._leaving)
-        if self._outputs.over[number] or self._at[number] != replica:  # it died meanwhile
-            self._sent.pop(number)
+        leaving = when, number, place, pages = heapq.heappop(self._leaving)
+        if self._ahead.get(number) is not leaving:
             return
-        self._leave(number, place, max(when, self._machines[replica].now))
+        del self._ahead[number]
+        machine = self._machines[self._at[number]]
+        if not (machine.dead or self._outputs.over[number]):
+            self._leave(number, place, max(when, machine.now), pages)
 
     def _look(self, first: int, now: float) -> None:
         """Takes snapshots now if there is no interval."""
@@ -289,7 +299,7 @@ class Front:
         stays, over = self._stays[replica], self._outputs.over
         for number in [number for number in stays if over[number]]:
             del stays[number]
-        numbers = [number for number in stays if number not in self._sent]
+        numbers = [number for number in stays if number not in self._ahead]
         there = [self._known(number, *stays[number], now) for number in numbers]
         for which, place in router.behind(here, there, now):
             self._moved[numbers[which]] += 1

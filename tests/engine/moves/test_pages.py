@@ -135,6 +135,37 @@ def test_no_more_is_copied_than_may_be_sent(
     stream.wait()
 
 
+def test_what_was_sent_ahead_is_not_sent_again(two: tuple[Engine, Engine]) -> None:
+    """The rest alone continues it; and an engine says how long it would compute what it lacks."""
+    here, there = two
+    for one in two:
+        wait_until_idle(one)
+        one.reset_prefix_cache()
+    gate, stream = Gate(), Stream()
+    stream.on_output = gate
+    sampling = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3)
+    request = Request("ahead", PROMPT, sampling)
+    here.submit(request, stream)
+    gate.reached()
+    first = here.exporting("ahead", 1 << 30)
+    gate.open()
+    ahead = {key: one.wait(60) for key, one in first.result(60).items()}
+    some = dict(list(ahead.items())[:4])
+    rest = here.exporting("ahead", 1 << 30, some).result(60)
+    stream.wait()
+    assert len(ahead) > 4 and not {*rest} & {*some} and {*ahead} - {*some} <= {*rest}
+    keys = [*some, *rest]
+    wait_until_idle(here)
+    assert here.recompute_seconds(keys) == 0
+    assert there.recompute_seconds(keys) > there.recompute_seconds(keys[:4]) > 0
+    pages = some | {key: one.wait(60) for key, one in rest.items()}
+    generated = Generated(tuple(stream.tokens()[:1]), (0.0,))
+    moved, again = dataclasses.replace(request, generated=(generated,), pages=pages), Stream()
+    there.submit(moved, again)
+    assert again.wait().tokens() == stream.tokens()
+    assert there.recompute_seconds(list(pages)[:6]) == 0
+
+
 def test_nothing_is_sent_of_what_is_not_there(two: tuple[Engine, Engine]) -> None:
     here, _ = two
     assert here.export("nobody", 60, 1 << 30) == {}

@@ -4,11 +4,11 @@
     python -m jaxserve_lab.experiments.moves --ray
 
 Two replicas in this process, each an engine with its frontends, random weights in the shape of
-SmolLM2-135M. A stream leaves the first one as if that were to go, and goes on at the other. Printed
-are medians: the pause and its parts, the pause if the cache does not come along, and what it costs
-an answer that it could move. --ray: caches go through Ray's object store, whose speed is measured,
-too. --tokens: of context when it leaves. --rounds: streams of each kind. --flags: further ones of
-the replicas.
+SmolLM2-135M. A stream moves from the first one to the other: its cache is sent ahead, and then it
+leaves. Printed are medians: the pause and its parts, the pause if it leaves with its cache, as from
+a replica that is to go, or without, and what it costs an answer that it could move. --ray: caches
+go through Ray's object store, whose speed is measured, too. --tokens: of context when it leaves.
+--rounds: streams of each kind. --flags: further ones of the replicas.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from jaxserve_lab.experiments.moves.replicas import Pair, Streamed, shape_of_smo
 
 BEFORE, BEHIND = 40, 40  # tokens said before a stream leaves, and after
 STORE_BYTES = 1 << 30
-PAGE_BYTES, SIZES_MIB = 720 << 10, (64, 256)
-_PARTS = ("sent", "got", "arrived", "launched", "computed", "said")
+PAGE_BYTES, SIZES_MIB, GET_S = 720 << 10, (64, 256), 60.0
+_PARTS = ("sent", "arrived", "launched", "computed", "said")
 """What happens in a pause, in order; each part of the pause ends with it."""
 
 
@@ -51,9 +51,9 @@ class Found:
         plain: The same of streams that could not move.
         pauses: The longest time between tokens of those that move.
         parts: Of these pauses, by what ends each.
-        exports: From when they are to leave until their cache is in host arrays.
-        puts: Then, until others can have it.
+        ahead: From when they are to move until their cache is there.
         before: The longest time between tokens meanwhile.
+        along: Pauses of those that leave with their cache.
         again: Pauses of those whose cache does not come along.
         wrong: Streams whose text or log-probabilities are not those of the ones that stay.
     """
@@ -62,9 +62,9 @@ class Found:
     plain: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
     parts: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in _PARTS})
-    exports: list[float] = field(default_factory=list)
-    puts: list[float] = field(default_factory=list)
+    ahead: list[float] = field(default_factory=list)
     before: list[float] = field(default_factory=list)
+    along: list[float] = field(default_factory=list)
     again: list[float] = field(default_factory=list)
     wrong: int = 0
 
@@ -92,8 +92,8 @@ async def measure(flags: Sequence[str], transport: Transport, tokens: int, round
                 "ignore_eos": True,
                 "logprobs": 0,
             }
-            kinds: list[dict[str, Any]] = [{}, {"resumable": False}, {"leave": BEFORE}]
-            kinds += [{"lose": BEFORE}]
+            kinds: list[dict[str, Any]] = [{}, {"resumable": False}]
+            kinds += [{way: BEFORE} for way in ("move", "leave", "lose")]
             for kind in kinds[:2] if number % 2 else kinds[1::-1]:
                 await pair.fresh()
                 stays = await pair.stream(body, **kind)
@@ -104,26 +104,26 @@ async def measure(flags: Sequence[str], transport: Transport, tokens: int, round
                 pair.watch.steps.clear()
                 moved = await pair.stream(body, **kind)
                 into.wrong += (moved.text, moved.logprobs) != (stays.text, stays.logprobs)
-                _take(into, pair, moved, again="lose" in kind)
+                (way,) = kind
+                _take(into, pair, moved, way)
     finally:
         await pair.stop()
     return found
 
 
-def _take(found: Found, pair: Pair, moved: Streamed, *, again: bool) -> None:
-    """Takes in a stream that has moved."""
+def _take(found: Found, pair: Pair, moved: Streamed, way: str) -> None:
+    """Takes in a stream that has moved. way: of `Pair.stream`."""
     if not pair.watch.steps:
         raise ValueError("a stream ended before it had left")
     times, step = pair.watch.times, pair.watch.steps[0]
     last = sum(came < times["sent"] for came in moved.times) - 1
     begin, end = moved.times[last], moved.times[last + 1]
-    if again:
-        found.again.append(end - begin)
+    if way != "move":
+        (found.along if way == "leave" else found.again).append(end - begin)
         return
     found.pauses.append(end - begin)
     found.before.append(max(moved.gaps[BEFORE - 1 : last], default=0.0))
-    found.exports.append(times["exported"] - times["left"])
-    found.puts.append(times["put"] - times["exported"])
+    found.ahead.append(times["ahead"] - times["asked"])
     launched = step.end - step.step_time + step.plan_time + step.launch_time
     ends = {**times, "launched": launched, "computed": step.end, "said": end}
     for part in _PARTS:
@@ -134,19 +134,18 @@ def _take(found: Found, pair: Pair, moved: Streamed, *, again: bool) -> None:
 def report(found: Found) -> list[str]:
     """For people."""
     step, middle = statistics.median(found.steps), statistics.median
-    sent, got, arrived, launched, computed, said = (
-        1000 * middle(found.parts[part]) for part in _PARTS
-    )
+    sent, arrived, launched, computed, said = (1000 * middle(found.parts[part]) for part in _PARTS)
     ratio = middle(a / b for a, b in zip(found.steps, found.plain, strict=True))
     return [
         f"time between tokens {_ms(found.plain)}; {ratio:.3f} of it if the stream can move",
-        f"pause with the cache {_ms(found.pauses)}; three such times and 20 ms are "
+        f"pause with the cache sent ahead {_ms(found.pauses)}; three such times and 20 ms are "
         f"{3000 * step + 20:.0f} ms",
-        f"  of it: {sent:.1f} ms until it is sent on, {got:.1f} to get the cache, {arrived:.1f} "
-        f"until the engine has the request, {launched:.1f} until the cache is in the pool and the "
-        f"step launched, {computed:.1f} for the step, {said:.1f} until it is said",
-        f"before the pause, beside the steps: export {_ms(found.exports)}, put {_ms(found.puts)}; "
-        f"longest time between tokens meanwhile {_ms(found.before)}",
+        f"  of it: {sent:.1f} ms until it is sent on, {arrived:.1f} until the engine has the "
+        f"request, {launched:.1f} until the cache is in the pool and the step launched, "
+        f"{computed:.1f} for the step, {said:.1f} until it is said",
+        f"before the pause, beside the steps: {_ms(found.ahead)}; longest time between tokens "
+        f"meanwhile {_ms(found.before)}",
+        f"pause with the cache along {_ms(found.along)}",
         f"pause with computing again {_ms(found.again)}",
     ]
 
@@ -167,7 +166,7 @@ def speeds(transport: Transport, sizes_mib: Sequence[int] = SIZES_MIB) -> list[s
             began = time.monotonic()
             handle = transport.put(pages)
             put = time.monotonic()
-            there: Mapping[bytes, np.ndarray] = transport.get(handle)
+            there: Mapping[bytes, np.ndarray] = transport.get(handle, GET_S)
             got = time.monotonic()
             copied = [page.copy() for page in there.values()]
             times.append((put - began, got - put, time.monotonic() - got))

@@ -19,7 +19,7 @@ from typing import Any
 import jaxserve
 from jaxserve.config import Config
 from jaxserve.deploy.moves.relay import Pieces, Relay, ReplicaLost, Unserved
-from jaxserve.deploy.moves.transport import Handle, Pages, Transport
+from jaxserve.deploy.moves.transport import Transport
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.deploy.replicas import NOTHING, Where
 from jaxserve.deploy.response_kind import http_response_kind
@@ -70,35 +70,20 @@ def shape_of_smollm2(folder: Path) -> Path:
 
 
 @dataclass
-class Watch(Observer, Transport):
+class Watch(Observer):
     """Says when what happens on the way from one replica to another.
 
     Attributes:
-        by: The transport that is used.
         times: By what has happened last, seconds of time.monotonic().
         steps: Those of the engine that an answer comes to.
     """
 
-    by: Transport
     times: dict[str, float] = field(default_factory=dict)
     steps: list[StepStats] = field(default_factory=list)
 
     def note(self, what: str) -> None:
         """It happens now."""
         self.times[what] = time.monotonic()
-
-    def put(self, pages: Pages) -> Handle:
-        """See `Transport`."""
-        self.note("exported")
-        handle = self.by.put(pages)
-        self.note("put")
-        return handle
-
-    def get(self, handle: Handle) -> Pages:
-        """See `Transport`."""
-        pages = self.by.get(handle)
-        self.note("got")
-        return pages
 
     def on_arrival(self, number: int, request: Request) -> None:
         """See `Observer`."""
@@ -151,9 +136,9 @@ class Pair:
 
     def __init__(self, flags: Sequence[str], transport: Transport) -> None:
         self.engines: list[Engine] = []
-        self.watch, self._secret = Watch(transport), os.urandom(32)
+        self.watch, self._secret = Watch(), os.urandom(32)
         self._replicas = [
-            EngineReplica(flags, 1, self._run, functools.partial(str, name), transport=self.watch)
+            EngineReplica(flags, 1, self._run, functools.partial(str, name), transport=transport)
             for name in ("one", "other")
         ]
         self.engines[1].add_observer(self.watch)
@@ -185,6 +170,7 @@ class Pair:
     async def stream(
         self,
         body: dict[str, Any],
+        move: int = 0,
         leave: int = 0,
         lose: int = 0,
         *,
@@ -194,6 +180,7 @@ class Pair:
 
         Args:
             body: Of the call.
+            move: Pieces after which it moves to the other, its cache ahead of it; 0 for never.
             leave: Pieces after which the first replica leaves it to the other; 0 for never.
             lose: Pieces after which the first replica is lost.
             resumable: Whether it could go on elsewhere.
@@ -221,9 +208,18 @@ class Pair:
             async for piece in pieces:
                 if sse := b"".join(part.get("body", b"") for part in piece):
                     found.take(sse)
-                if leave and len(found.times) == leave and leaving is None:
-                    self.watch.note("left")
-                    leaving = asyncio.create_task(self._replicas[0].leave())
+                if leaving is None and len(found.times) in {move, leave} - {0}:
+                    self.watch.note("asked")
+                    way = self._move(relay.point.key) if move else self._replicas[0].leave()
+                    leaving = asyncio.create_task(way)
         if leaving is not None:
             await leaving
         return found
+
+    async def _move(self, key: str) -> None:
+        """As `Mover` does."""
+        one, other = self._replicas
+        handle = await one.offer(key)
+        there = handle is not None and await other.bring(key, handle)
+        self.watch.note("ahead")
+        await one.hand_over(key, there)
