@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.sched.routing.estimate import first_token, miss
 from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
-from jaxserve.sched.routing.moves import FEW, Link, Moves, prompt_value, queue_of
+from jaxserve.sched.routing.moves import Link, Moves, prompt_value, queue_of
 from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
 
 BEHIND = 0.25  # likelihood of missing its own targets from which a request is behind
@@ -104,7 +104,7 @@ class Behind:
             here_missed = _missed(first_token(*at, ask, cached, now), known, output, ask)
             if here_missed < BEHIND:
                 continue
-            value = prompt_value(*at, ask, cached, self._moves.share(now)[here], now)
+            value = prompt_value(*at, ask, cached, self._moves.late[here], now)
             values = np.where(may, self._moves.prompt_values(ask, now), np.inf)
             to = int(values.argmin())
             s = fleet.row(to)
@@ -132,7 +132,7 @@ class Behind:
             for number, one in enumerate(there)
             if one.begun and min(one.ask.tbt, one.ask.jct) < np.inf
         ]
-        known, late = fleet.row(here), min(self._moves.share(now)[here] / FEW, 1.0)
+        known, late = fleet.row(here), float(self._moves.late[here])
         longest = known.decode + known.prefill * late
         for number in sorted(running, key=lambda number: there[number].ask.prompt_len):
             one = there[number]

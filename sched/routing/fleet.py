@@ -122,7 +122,10 @@ class Fleet:
         prefixes: Prefixes of each replica; None if not used.
         roles: `Role` of each replica, int8 [replicas].
         prompts: Seconds of prompts that each has got, float64 [replicas]; `Moves` forgets old ones.
+        packed: Whether prompts go there rather than elsewhere, bool [replicas]; `Moves` says so.
         left: When a request last left each because it was behind, seconds, float64 [replicas].
+        coming: Until when caches are on their way to each, one after the other, likewise.
+        per_token: Seconds for each token of them.
     """
 
     def __init__(self, count: int) -> None:
@@ -133,6 +136,8 @@ class Fleet:
         self.prefixes: KnownPrefixes | None = None
         self.roles, self.prompts = np.zeros(count, np.int8), np.zeros(count)
         self.left = np.full(count, -np.inf)
+        self.coming, self.per_token = np.zeros(count), 0.0
+        self.packed = np.zeros(count, bool)
         self._apart = False  # whether any has a role
 
     def __len__(self) -> int:
@@ -174,6 +179,8 @@ class Fleet:
         self.roles = np.concatenate([self.roles, np.zeros(count, np.int8)])
         self.prompts = np.concatenate([self.prompts, np.zeros(count)])
         self.left = np.concatenate([self.left, np.full(count, -np.inf)])
+        self.coming = np.concatenate([self.coming, np.zeros(count)])
+        self.packed = np.concatenate([self.packed, np.zeros(count, bool)])
         if self.prefixes is not None:
             self.prefixes.grow(count)
 
@@ -183,7 +190,8 @@ class Fleet:
         self._sent[replica].clear()
         self._left[replica].clear()
         self.roles[replica], self.prompts[replica] = Role.ANY, 0.0
-        self.left[replica] = -np.inf
+        self.left[replica], self.coming[replica] = -np.inf, 0.0
+        self.packed[replica] = False
         if self.prefixes is not None:
             self.prefixes.forget(replica)
 
@@ -248,7 +256,10 @@ class Fleet:
         if self.prefixes is not None and not moves:
             found = self.prefixes.send(replica, ask.marks, ask.hint, now) * known.block_size
         self._sent[replica].append((now, ask, found))
-        if not moves:
+        if moves:
+            begins = max(float(self.coming[replica]), now)
+            self.coming[replica] = begins + ask.prompt_len * self.per_token
+        else:
             self.prompts[replica] += prompt_seconds(known, ask, found)
         add_request(known, ask, found, now)
         self._known[:, replica] = [*vars(known).values()]

@@ -1,10 +1,10 @@
 """Where a request goes on after its first token: where it is, or at another replica, with its cache
 (DistServe, Zhong et al., OSDI 2024; Llumnix, Sun et al., OSDI 2024).
 
-No replica is for prompts or for decodes unless it has a `Role`. A prompt goes where it comes first,
-whatever its own target between tokens is; behind it the request goes where its tokens are predicted
-to be in time. So replicas with tight targets attract decodes and repel prompts by themselves. Where
-prompts make no token late, requests stay where they are.
+No replica is for prompts or for decodes unless it has a `Role`. Where prompts make tokens late, they
+go to as few replicas as they would fill, and to others only to be in time; whatever the request's
+own target between tokens is. Behind its prompt it goes where its tokens are predicted to be in
+time. Where prompts make no token late, requests stay where they are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from jaxserve.sched.slo.classes import time_of
 GAIN = 0.05  # targets that a move has to save
 STEPS = 2.0  # that are under way, or planned, where a request comes
 LATELY = 60.0  # seconds over which prompts are counted
+SEEN = 2.0  # seconds of them before which their share of the time is not known
+SLACK = 0.3  # replicas fewer than there are for prompts before one less is
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
-PACKED = 0.1  # targets that a prompt gains where all of the time is for prompts
-LESS = 0.02  # how late tokens become by a prompt where they are late by others
+PACKED = 0.1  # targets that a prompt gains where prompts go
 FEW = 0.01  # share of the time for prompts that makes the 99th percentile of decodes late
+LESS = 0.02  # how late tokens become by a prompt where they are late by others
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,7 @@ class Moves:
     """Decides where prompts are computed and where their requests go on.
 
     A prompt beside decodes makes them late, as many as run there; once a few of their tokens are
-    late, more prompts cost them nothing. So prompts gather where prompts have been, and decodes
-    where none have.
+    late, more prompts cost them nothing. So it is better to have prompts at few replicas.
 
     Args:
         fleet: The replicas.
@@ -86,7 +87,9 @@ class Moves:
     """
 
     def __init__(self, fleet: Fleet, link: Link) -> None:
-        self._fleet, self._link, self._time = fleet, link, 0.0
+        self._fleet, self._link, self._time = fleet, link, math.inf
+        self._seen = 0.0  # seconds over which `Fleet.prompts` were counted, old ones less
+        fleet.per_token = link.per_token
 
     def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
         """The replica that computes a prompt.
@@ -96,15 +99,38 @@ class Moves:
             ask: The request.
             now: Seconds, on the snapshots' clock.
         """
-        values = self.prompt_values(ask, now)
-        return int(np.where(self._fleet.taking(up, prompts=True), values, np.inf).argmin())
+        may = self._fleet.taking(up, prompts=True)
+        self._pack(may, now)
+        return int(np.where(may, self.prompt_values(ask, now), np.inf).argmin())
 
     def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
         """What a prompt would cost at each replica, in targets, [replicas]."""
         s, fleet = self._fleet.columns, self._fleet
         work, short = queue_of(s, ask)
-        found = fleet.found(ask)
-        return np.asarray(prompt_value(s, work, short, ask, found, self.share(now), now))
+        return np.asarray(prompt_value(s, work, short, ask, fleet.found(ask), self.late, now))
+
+    @property
+    def late(self) -> np.ndarray:
+        """How likely prompts make the 99th percentile of decodes late at each replica, [replicas],
+        by the prompts that it got lately: none are expected where they do not go any more."""
+        fleet = self._fleet
+        return np.minimum(fleet.prompts * (1.0 / (LATELY * FEW)), fleet.packed)
+
+    def _pack(self, may: np.ndarray, now: float) -> None:
+        """Adds a replica for prompts, or takes one away, if those of the last LATELY would fill
+        more or fewer. may: those that take prompts, bool [replicas]."""
+        fleet = self._fleet
+        gone, self._time = max(now - self._time, 0.0), now
+        kept = math.exp(-gone / LATELY)
+        fleet.prompts *= kept
+        self._seen = LATELY - (LATELY - self._seen) * kept
+        wanted = fleet.prompts.sum() / max(self._seen, SEEN)
+        mine = fleet.packed & may
+        count = np.count_nonzero(mine)
+        if count < wanted and count < np.count_nonzero(may):
+            fleet.packed[np.where(may & ~mine, fleet.columns.running, np.inf).argmin()] = True
+        elif count > wanted + 1 + SLACK:
+            fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False
 
     def goes_on_at(self, up: np.ndarray, here: int, ask: RoutingRequest, now: float) -> int:
         """The replica at which a request goes on after its first token.
@@ -134,20 +160,25 @@ class Moves:
         """
         s, link = self._fleet.columns, self._link
         away = np.arange(len(self._fleet)) != here
-        decode = s.decode + away * (s.row + ask.prompt_len * s.read)
-        share = self.share(now)
-        longest = decode + s.prefill * np.minimum(share / FEW, 1.0)
-        tokens = 0 if link.seconds(ask.prompt_len) > longest[here] else ask.prompt_len
+        each = s.row + ask.prompt_len * s.read
+        # Since their snapshots outputs have ended, in equal times.
+        ended = np.minimum((now - s.time) / np.maximum(s.per_row, 1e-6), s.running)
+        decode = s.decode + (away - ended) * each
+        late = self.late
+        longest = decode + s.prefill * late
+        way: Any = link.seconds(ask.prompt_len)
+        if way > longest[here]:
+            way = link.latency  # its cache is sent ahead
+        else:
+            way += np.maximum(self._fleet.coming - now, 0.0)
         blocks = np.maximum(s.realtime_short + prompt_blocks(s, ask), 0.0) * s.per_block
         rows = np.maximum(s.rows_short + 1.0, 0.0) * s.per_row
-        way = link.seconds(tokens) + np.maximum(blocks, rows)
-        pause = away * (way + STEPS * decode)
+        pause = away * (way + np.maximum(blocks, rows) + STEPS * decode)
         ends = miss((pause + s.mean_output[here] * longest) / ask.jct)
         paused = miss(pause / ask.tbt) + ends
         values = miss(longest / np.minimum(s.tbt, ask.tbt)) + paused + GAIN * away
-        values += START * longest / min(ask.tbt, 1.0) + share * (
-            s.decode + s.prefill > NEAR * ask.tbt
-        )
+        values += START * longest / min(ask.tbt, 1.0)
+        values += late * (s.decode + s.prefill > NEAR * ask.tbt)
         return values, miss(longest / ask.tbt) + paused
 
     def sends_ahead(self, here: int, ask: RoutingRequest, now: float) -> bool:
@@ -159,15 +190,9 @@ class Moves:
             ask: The request, as `goes_on_at` has it.
             now: Seconds, on the snapshots' clock.
         """
-        s, late = self._fleet.columns, min(self.share(now)[here] / FEW, 1.0)
-        return bool(self._link.seconds(ask.prompt_len) > s.decode[here] + s.prefill[here] * late)
-
-    def share(self, now: float) -> np.ndarray:
-        """Which share of the time each replica has computed prompts lately, [replicas]."""
-        if now != self._time:
-            self._fleet.prompts *= math.exp((self._time - now) / LATELY)
-            self._time = now
-        return self._fleet.prompts / LATELY
+        s = self._fleet.columns
+        step = s.decode[here] + s.prefill[here] * self.late[here]
+        return bool(self._link.seconds(ask.prompt_len) > step)
 
 
 def queue_of(s: Any, ask: RoutingRequest) -> tuple[Any, Any]:
@@ -184,20 +209,20 @@ def prompt_value(
     short: Any,
     ask: RoutingRequest,
     found: Any,
-    share: Any,
+    late: Any,
     now: float,
 ) -> Any:
     """What a prompt would cost, in targets.
 
     Args:
         s, work, short, ask, found, now: As `violation`.
-        share: Of the time there that was for prompts lately.
+        late: As `Moves.late`.
     """
     # Its own time between tokens is a matter of where it goes on.
     value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
     step = s.decode + s.prefill
-    victims = np.minimum(s.running * np.maximum(1.0 - share / FEW, LESS), MOST)
+    victims = np.minimum(s.running * (1.0 - (1.0 - LESS) * late), MOST)
     # Where prompts make no token of it late, they need not be apart.
-    packed = PACKED * share * (step > NEAR * ask.tbt)
+    packed = PACKED * late * (step > NEAR * ask.tbt)
     value += miss(s.prefill / ask.tbt)  # it will have to go on
     return value + miss(step / s.tbt) * (victims - 1.0) - packed

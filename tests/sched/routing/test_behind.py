@@ -164,7 +164,7 @@ def test_prompts_are_apart_only_where_tokens_would_be_late_beside_them() -> None
     for tbt, place in ((0.02, 1), (1.0, 0)):
         router = routed(IDLE, IDLE)
         router.fleet.send(0, PROMPT, 1.0)
-        router.fleet.prompts[0] = 20.0
+        router.fleet.prompts[0], router.fleet.packed[0] = 20.0, True
         assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
         begins = router.choose(RoutingRequest(100, ttft=9.0, tbt=tbt), 1.0)
         assert begins == 1 - place, "a prompt goes where prompts are, or else to the idle one"

@@ -25,7 +25,8 @@ from jaxserve_lab.experiments.scale.traffic import traffic
 
 MODEL, DEVICE = "llama-3-8b", "a100"
 BYTES_PER_S, LATENCY = 25e9, 0.002  # of a link of 200 Gb/s
-LINK = Link(LATENCY, MODELS[MODEL].kv_bytes / BYTES_PER_S)
+SHAPE = MODELS[MODEL]
+LINK = Link(LATENCY, SHAPE.kv_layers * SHAPE.kv_bytes / BYTES_PER_S)
 SLOWDOWN = 4.0
 LIMITS = Limits(8192, 512, 256)
 LONG_TTFT, LONG_TBT = 1.0, 0.05  # seconds, of long prompts
