@@ -126,6 +126,7 @@ class Fleet:
         left: When a request last left each because it was behind, seconds, float64 [replicas].
         coming: Until when caches are on their way to each, one after the other, likewise.
         per_token: Seconds for each token of them.
+        apart: Whether any has a role.
     """
 
     def __init__(self, count: int) -> None:
@@ -138,7 +139,7 @@ class Fleet:
         self.left = np.full(count, -np.inf)
         self.coming, self.per_token = np.zeros(count), 0.0
         self.packed = np.zeros(count, bool)
-        self._apart = False  # whether any has a role
+        self.apart = False
 
     def __len__(self) -> int:
         return len(self._sent)
@@ -198,7 +199,7 @@ class Fleet:
     def set_role(self, replica: int, role: Role) -> None:
         """Has the replica compute only that, until it is forgotten."""
         self.roles[replica] = role
-        self._apart = bool(self.roles.any())
+        self.apart = bool(self.roles.any())
 
     def taking(self, up: np.ndarray, *, prompts: bool) -> np.ndarray:
         """Which of the replicas that are up take prompts, or requests behind them: those for both
@@ -211,7 +212,7 @@ class Fleet:
         Returns:
             bool [replicas].
         """
-        if not self._apart:
+        if not self.apart:
             return up
         mine = up & (self.roles != (Role.DECODES if prompts else Role.PROMPTS))
         return mine if mine.any() else up

@@ -1,10 +1,10 @@
 """Where a request goes on after its first token: where it is, or at another replica, with its cache
 (DistServe, Zhong et al., OSDI 2024; Llumnix, Sun et al., OSDI 2024).
 
-No replica is for prompts or for decodes unless it has a `Role`. Where prompts make tokens late, they
-go to as few replicas as they would fill, and to others only to be in time; whatever the request's
-own target between tokens is. Behind its prompt it goes where its tokens are predicted to be in
-time. Where prompts make no token late, requests stay where they are.
+No replica is for prompts or for decodes unless it has a `Role`. If prompts make tokens late, they
+go to as few replicas as they fill, and elsewhere only to be in time, whatever the request's own
+target between tokens is. Behind its prompt it goes where its tokens are predicted to be in time.
+Where prompts make no token late, requests stay where they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.sched.routing.estimate import NEAR, START, miss, violation
-from jaxserve.sched.routing.fleet import Fleet, RoutingRequest
+from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
 from jaxserve.sched.routing.snapshot import prompt_blocks
 from jaxserve.sched.slo.classes import time_of
 
@@ -100,7 +100,8 @@ class Moves:
             now: Seconds, on the snapshots' clock.
         """
         may = self._fleet.taking(up, prompts=True)
-        self._pack(may, now)
+        if not self._fleet.apart:
+            self._pack(up, now)
         return int(np.where(may, self.prompt_values(ask, now), np.inf).argmin())
 
     def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
@@ -116,19 +117,19 @@ class Moves:
         fleet = self._fleet
         return np.minimum(fleet.prompts * (1.0 / (LATELY * FEW)), fleet.packed)
 
-    def _pack(self, may: np.ndarray, now: float) -> None:
+    def _pack(self, up: np.ndarray, now: float) -> None:
         """Adds a replica for prompts, or takes one away, if those of the last LATELY would fill
-        more or fewer. may: those that take prompts, bool [replicas]."""
+        more or fewer. up: those that take requests, bool [replicas]."""
         fleet = self._fleet
         gone, self._time = max(now - self._time, 0.0), now
         kept = math.exp(-gone / LATELY)
         fleet.prompts *= kept
         self._seen = LATELY - (LATELY - self._seen) * kept
         wanted = fleet.prompts.sum() / max(self._seen, SEEN)
-        mine = fleet.packed & may
+        mine = fleet.packed & up
         count = np.count_nonzero(mine)
-        if count < wanted and count < np.count_nonzero(may):
-            fleet.packed[np.where(may & ~mine, fleet.columns.running, np.inf).argmin()] = True
+        if count < wanted and count < np.count_nonzero(up):
+            fleet.packed[np.where(up & ~mine, fleet.columns.running, np.inf).argmin()] = True
         elif count > wanted + 1 + SLACK:
             fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False
 
@@ -166,11 +167,10 @@ class Moves:
         decode = s.decode + (away - ended) * each
         late = self.late
         longest = decode + s.prefill * late
-        way: Any = link.seconds(ask.prompt_len)
-        if way > longest[here]:
-            way = link.latency  # its cache is sent ahead
+        if self._ahead(here, ask, longest[here]):
+            way: Any = link.latency
         else:
-            way += np.maximum(self._fleet.coming - now, 0.0)
+            way = link.seconds(ask.prompt_len) + np.maximum(self._fleet.coming - now, 0.0)
         blocks = np.maximum(s.realtime_short + prompt_blocks(s, ask), 0.0) * s.per_block
         rows = np.maximum(s.rows_short + 1.0, 0.0) * s.per_row
         pause = away * (way + np.maximum(blocks, rows) + STEPS * decode)
@@ -183,7 +183,7 @@ class Moves:
 
     def sends_ahead(self, here: int, ask: RoutingRequest, now: float) -> bool:
         """Whether the cache of a request that is to move is sent while it goes on where it is: if
-        the way is longer than a step there, it gets tokens meanwhile.
+        the way is longer than a step there, it gets tokens meanwhile. Not where only prompts are.
 
         Args:
             here: Where it is.
@@ -191,8 +191,11 @@ class Moves:
             now: Seconds, on the snapshots' clock.
         """
         s = self._fleet.columns
-        step = s.decode[here] + s.prefill[here] * self.late[here]
-        return bool(self._link.seconds(ask.prompt_len) > step)
+        return self._ahead(here, ask, s.decode[here] + s.prefill[here] * self.late[here])
+
+    def _ahead(self, here: int, ask: RoutingRequest, step: float) -> bool:
+        decodes = self._fleet.roles[here] != Role.PROMPTS
+        return bool(decodes and self._link.seconds(ask.prompt_len) > step)
 
 
 def queue_of(s: Any, ask: RoutingRequest) -> tuple[Any, Any]:
