@@ -137,7 +137,7 @@ def test_tokens_come_while_a_cache_is_on_a_long_way(monkeypatch: pytest.MonkeyPa
         assert (moved == (workload.output_len > (1 if per_token < 1e-5 else 12))).mean() > 0.8
         again.append(int(result.batches.num_tokens.sum() - result.batches.num_decodes.sum()))
     prompts = int(workload.prompt_len.sum())
-    assert max(longest[:2]) < 0.06 < 5e-5 * workload.prompt_len.min(), longest
+    assert max(longest[:2]) < 0.055 < 5e-5 * workload.prompt_len.min(), longest
     assert again[0] < prompts + 17 * 12 and again[1] < prompts + 17 * 12
     assert again[2] > 1.8 * prompts and longest[2] < 0.5, longest
 
