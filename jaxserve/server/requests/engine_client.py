@@ -108,8 +108,18 @@ class EngineClient(Protocol):
     def export(
         self, request_id: str, seconds: float, most_bytes: int, sent: Collection[bytes] = ()
     ) -> dict[bytes, np.ndarray]:
-        """What is cached of a running request, for `Request.pages` of another engine, without what
-        has these keys. Waits up to so many seconds. Raises TimeoutError and EngineStopped."""
+        """What is cached of a running request, for `Request.pages` of another engine.
+
+        Args:
+            request_id: the request.
+            seconds: how long to wait.
+            most_bytes: of all of it, with what was sent before.
+            sent: keys of what was sent before.
+
+        Raises:
+            TimeoutError: it takes longer.
+            EngineStopped: the engine has ended.
+        """
 
     def recompute_seconds(self, keys: Sequence[bytes]) -> float:
         """Predicted seconds to compute blocks with these keys again, as far as they are not
