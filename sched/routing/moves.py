@@ -23,6 +23,7 @@ from jaxserve.sched.slo.classes import time_of
 GAIN = 0.05  # targets that a move has to save
 STEPS = 2.0  # that are under way, or planned, where a request comes
 LATELY = 60.0  # seconds over which prompts are counted
+OFTEN = 0.01  # seconds
 SEEN = 2.0  # seconds of them before which their share of the time is not known
 SLACK = 0.3  # replicas fewer than there are for prompts before one less is
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
@@ -89,6 +90,7 @@ class Moves:
     def __init__(self, fleet: Fleet, link: Link) -> None:
         self._fleet, self._link, self._time = fleet, link, math.inf
         self._seen = 0.0  # seconds over which `Fleet.prompts` were counted, old ones less
+        self._late = np.zeros(len(fleet))
         fleet.per_token = link.per_token
 
     def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
@@ -114,24 +116,37 @@ class Moves:
     def late(self) -> np.ndarray:
         """How likely prompts make the 99th percentile of decodes late at each replica, [replicas],
         by the prompts that it got lately: none are expected where they do not go any more."""
+        if len(self._late) != len(self._fleet):  # it has grown
+            self._count()
+        return self._late
+
+    def _count(self) -> None:
         fleet = self._fleet
-        return np.minimum(fleet.prompts * (1.0 / (LATELY * FEW)), fleet.packed)
+        self._late = np.minimum(fleet.prompts * (1.0 / (LATELY * FEW)), fleet.packed)
 
     def _pack(self, up: np.ndarray, now: float) -> None:
-        """Adds a replica for prompts, or takes one away, if those of the last LATELY would fill
-        more or fewer. up: those that take requests, bool [replicas]."""
-        fleet = self._fleet
-        gone, self._time = max(now - self._time, 0.0), now
-        kept = math.exp(-gone / LATELY)
+        """Adds replicas for prompts, or takes one away, if those of the last LATELY would fill
+        more or fewer: at most every OFTEN, so that decisions are fast.
+
+        Args:
+            up: Those that take requests, bool [replicas].
+            now: Seconds, on the snapshots' clock.
+        """
+        gone, fleet = now - self._time, self._fleet
+        if 0.0 <= gone < OFTEN:
+            return
+        kept, self._time = math.exp(-max(gone, 0.0) / LATELY), now
         fleet.prompts *= kept
         self._seen = LATELY - (LATELY - self._seen) * kept
         wanted = fleet.prompts.sum() / max(self._seen, SEEN)
         mine = fleet.packed & up
-        count = np.count_nonzero(mine)
-        if count < wanted and count < np.count_nonzero(up):
-            fleet.packed[np.where(up & ~mine, fleet.columns.running, np.inf).argmin()] = True
-        elif count > wanted + 1 + SLACK:
+        count, most = int(np.count_nonzero(mine)), int(np.count_nonzero(up))
+        if count > wanted + 1 + SLACK:
             fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False
+        for _ in range(count, min(math.ceil(wanted), most)):
+            others = np.where(up & ~fleet.packed, fleet.columns.running, np.inf)
+            fleet.packed[others.argmin()] = True
+        self._count()
 
     def goes_on_at(self, up: np.ndarray, here: int, ask: RoutingRequest, now: float) -> int:
         """The replica at which a request goes on after its first token.
