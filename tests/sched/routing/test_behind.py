@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -164,10 +165,44 @@ def test_prompts_are_apart_only_where_tokens_would_be_late_beside_them() -> None
     for tbt, place in ((0.02, 1), (1.0, 0)):
         router = routed(IDLE, IDLE)
         router.fleet.send(0, PROMPT, 1.0)
-        router.fleet.prompts[0], router.fleet.packed[0] = 20.0, True
-        assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
+        router.fleet.prompts[0], router.fleet.packed[0] = 1.9, True
         begins = router.choose(RoutingRequest(100, ttft=9.0, tbt=tbt), 1.0)
         assert begins == 1 - place, "a prompt goes where prompts are, or else to the idle one"
+        assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
+
+
+def test_prompts_go_to_as_few_replicas_as_they_fill() -> None:
+    """One more when they take longer, one less when fewer come; none that is down."""
+    router, ask = routed(*[IDLE] * 4), RoutingRequest(100, ttft=9.0, tbt=0.02)
+    fleet, now = router.fleet, 1.0
+    for share, count in ((0.5, 1), (1.5, 2), (2.5, 3), (2.1, 3), (1.6, 2), (9.0, 4), (0.0, 1)):
+        for _ in range(200):  # until the last minute is forgotten
+            now += 1.0
+            fleet.prompts += share / 4
+            router.choose(ask, now)
+        assert np.count_nonzero(fleet.packed) == count, share
+    fleet.prompts[:] = 60.0
+    fleet.lose(int(fleet.packed.argmax()))
+    router.choose(ask, now + 1)
+    assert np.count_nonzero(fleet.packed & fleet.up) == 3
+    fleet.grow(4)
+    assert router.goes_on_at(0, ask, now + 1) in range(8)
+    fleet.forget(0)
+    assert not fleet.packed[0] and not fleet.coming[0]
+
+
+def test_caches_come_one_after_another() -> None:
+    """And a request goes where it need not wait for others'."""
+    link = Link(0.0, 1e-5)
+    router = Router("slo", Fleet(3), link=link)
+    for place, one in enumerate((stepping(0.049), stepping(0.01), stepping(0.0101))):
+        router.fleet.hear(place, one)
+    ask = RoutingRequest(1000, tbt=0.05)
+    placed = []
+    for _ in range(4):
+        placed.append(router.goes_on_at(0, ask, 1.0))
+        router.fleet.send(placed[-1], ask, 1.0, moves=True)
+    assert placed == [1, 2, 1, 2] and router.fleet.coming[1:].tolist() == [1.02, 1.02]
 
 
 def test_nobody_goes_where_others_have_just_left() -> None:
