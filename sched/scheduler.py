@@ -373,8 +373,9 @@ class Scheduler:
     def recompute_seconds(self, keys: Sequence[bytes]) -> float:
         """Predicted seconds to compute the blocks with these keys of `pages` again, without those
         that are cached here. Any thread may ask."""
-        known = 0 if self.cache is None else self.cache.longest(keys)
-        return float(self._page_seconds(np.arange(known, len(keys))).sum())
+        cache = self.cache
+        missing = [cache is None or not cache.has(key) for key in keys]
+        return float(self._page_seconds(np.flatnonzero(missing)).sum())
 
     def schedule(self, now: float, free_at: float = -math.inf, overrun: float = 1.0) -> Step:
         """Plans and books the next step.

@@ -149,6 +149,10 @@ class PrefixCache:
         found = self._length(keys, end)
         return max(found, self._length(keys, end + _X)) if self.num_hidden else found
 
+    def has(self, key: bytes) -> bool:
+        """Whether a page has this key (`Page.key`). Any thread may ask."""
+        return key in self._pages
+
     def _length(self, keys: Sequence[bytes], end: bytes) -> int:
         return bisect.bisect_left(keys, True, key=lambda key: key + end not in self._pages)
 

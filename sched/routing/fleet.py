@@ -98,7 +98,7 @@ def _nothing_known(count: int) -> np.ndarray:
     """Unknown state of that many replicas, float64 [fields of KNOWN, replicas]: fields are read
     across replicas."""
     known = np.zeros((len(_NAMES), count))
-    for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf)):
+    for name, value in (("dead", True), ("block_size", 1.0), ("tbt", np.inf), ("output", np.inf)):
         known[_NAMES.index(name)] = value
     return known
 
@@ -198,7 +198,7 @@ class Fleet:
 
     def set_role(self, replica: int, role: Role) -> None:
         """Has the replica compute only that, until it is forgotten."""
-        self.roles[replica] = role
+        self.roles[replica], self.packed[replica] = role, False
         self.apart = bool(self.roles.any())
 
     def taking(self, up: np.ndarray, *, prompts: bool) -> np.ndarray:

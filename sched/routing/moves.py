@@ -24,6 +24,7 @@ GAIN = 0.05  # targets that a move has to save
 STEPS = 2.0  # that are under way, or planned, where a request comes
 LATELY = 60.0  # seconds over which prompts are counted
 OFTEN = 0.01  # seconds
+BACK = 1.0  # seconds: then the clock was set back, rather than this asked a little late
 SEEN = 2.0  # seconds of them before which their share of the time is not known
 SLACK = 0.3  # replicas fewer than there are for prompts before one less is
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
@@ -102,8 +103,9 @@ class Moves:
             now: Seconds, on the snapshots' clock.
         """
         may = self._fleet.taking(up, prompts=True)
+        self._look(now)
         if not self._fleet.apart:
-            self._pack(up, now)
+            self._pack(up)
         return int(np.where(may, self.prompt_values(ask, now), np.inf).argmin())
 
     def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
@@ -124,24 +126,26 @@ class Moves:
         fleet = self._fleet
         self._late = np.minimum(fleet.prompts * (1.0 / (LATELY * FEW)), fleet.packed)
 
-    def _pack(self, up: np.ndarray, now: float) -> None:
-        """Adds replicas for prompts, or takes one away, if those of the last LATELY would fill
-        more or fewer: at most every OFTEN, so that decisions are fast.
-
-        Args:
-            up: Those that take requests, bool [replicas].
-            now: Seconds, on the snapshots' clock.
-        """
+    def _look(self, now: float) -> None:
+        """Forgets old prompts: at most every OFTEN, so that decisions are fast."""
         gone, fleet = now - self._time, self._fleet
-        if 0.0 <= gone < OFTEN:
+        if -BACK < gone < OFTEN:
             return
         kept, self._time = math.exp(-max(gone, 0.0) / LATELY), now
         fleet.prompts *= kept
         self._seen = LATELY - (LATELY - self._seen) * kept
+        self._count()
+
+    def _pack(self, up: np.ndarray) -> None:
+        """Adds replicas for prompts, or takes one away, if those of the last LATELY would fill
+        more or fewer. up: those that take requests, bool [replicas]."""
+        fleet = self._fleet
         wanted = fleet.prompts.sum() / max(self._seen, SEEN)
         mine = fleet.packed & up
         count, most = int(np.count_nonzero(mine)), int(np.count_nonzero(up))
-        if count > wanted + 1 + SLACK:
+        if count - 1 - SLACK <= wanted <= count:
+            return
+        if count > wanted:
             fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False
         for _ in range(count, min(math.ceil(wanted), most)):
             others = np.where(up & ~fleet.packed, fleet.columns.running, np.inf)
@@ -176,10 +180,12 @@ class Moves:
         """
         s, link = self._fleet.columns, self._link
         away = np.arange(len(self._fleet)) != here
-        each = s.row + ask.prompt_len * s.read
         # Since their snapshots outputs have ended, in equal times.
-        ended = np.minimum((now - s.time) / np.maximum(s.per_row, 1e-6), s.running)
-        decode = s.decode + (away - ended) * each
+        ended = np.minimum(np.maximum((now - s.time) / s.output, 0.0), 1.0)
+        left = ended * s.running / np.maximum(s.unfinished, 1.0)
+        decode = s.decode - left * (s.decode - s.idle)
+        decode += away * (s.row + ask.prompt_len * s.read)
+        self._look(now)
         late = self.late
         longest = decode + s.prefill * late
         if self._ahead(here, ask, longest[here]):

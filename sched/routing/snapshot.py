@@ -144,8 +144,9 @@ SNAPSHOT = np.dtype(
 # free; rows_short: likewise rows. token, quad: seconds of a prompt's token, including its share of
 # the steps, and of the square of its length. decode: seconds of a step of all decodes; row, read:
 # added seconds for another one, and for each token that it has cached; prefill: added seconds of a
-# step full of prompts. per_block, per_row: seconds until one becomes free. relegated_work: seconds
-# of all work of relegated requests. dead, draining: it gets no requests. first_sent, last_sent: for
+# step full of prompts; idle: a step without any. per_block, per_row: seconds until one becomes
+# free; output: of an output, inf if none is known. relegated_work: seconds of all work of relegated
+# requests. dead, draining: it gets no requests. first_sent, last_sent: for
 # the compiled simulation.
 KNOWN = np.dtype(
     [
@@ -163,7 +164,7 @@ KNOWN = np.dtype(
             ),
             *("realtime_work", "best_effort_work", "realtime_short", "best_effort_short"),
             *("rows_short", "token", "quad", "decode", "row", "read", "prefill"),
-            *("per_block", "per_row", "relegated_work"),
+            *("idle", "per_block", "per_row", "output", "relegated_work"),
         )
     ]
     + [("first_sent", np.int64), ("last_sent", np.int64)]
@@ -180,7 +181,7 @@ def reset_known(s: Any, n: Any) -> None:
     s.mean_output, s.attainment, s.by_tier = n.mean_output, n.attainment, n.by_tier
     s.block_size, s.draining = n.block_size, n.draining > 0
     s.decode, s.row, s.read = decode, n.pace * (n.token + n.decode), n.pace * n.read
-    s.prefill = n.pace * (n.prefill + room * n.token)
+    s.prefill, s.idle = n.pace * (n.prefill + room * n.token), n.pace * n.step
     # Steps full of prompts, beside all decodes; the tokens that they read from their own cache grow
     # with every chunk.
     s.token = n.pace * n.token + (decode + n.pace * n.prefill) / room
@@ -199,6 +200,7 @@ def reset_known(s: Any, n: Any) -> None:
     outputs = decode * n.mean_output
     s.per_block = outputs / max(n.num_blocks - n.free_blocks, 1.0)
     s.per_row = outputs / max(n.running, 1.0)
+    s.output = outputs if outputs > 0.0 else np.inf
 
 
 def prompt_seconds(s: Any, q: Any, found: Any) -> Any:

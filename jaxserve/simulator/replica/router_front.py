@@ -156,7 +156,8 @@ class Front:
             ask = self._asks[number].after(1, "")
             here = replica // self._step
             place = router.goes_on_at(here, ask, now)
-            if place == here or self._outputs.over[number] or self._at[number] != replica:
+            there = self._at[number] == replica and number not in self._ahead
+            if place == here or self._outputs.over[number] or not there:
                 continue
             router.fleet.send(place, ask, now, moves=True)
             self._go(number, place, ask, now)
@@ -167,21 +168,22 @@ class Front:
         replica, to = self._at[number], self._replica(number, place)
         if self._routers[number % self._step].sends_ahead(replica // self._step, ask, now):
             pages = self._machines[replica].pages(number)
-            if seconds := self._way(to, pages, 0):
+            seconds = self._way(to, pages, 0)
+            if seconds is not None:
                 leaving = now + (self._latency + seconds), number, place, len(pages)
                 heapq.heappush(self._leaving, leaving)
                 self._ahead[number] = leaving
                 return
         self._leave(number, place, now)
 
-    def _way(self, to: int, pages: Sequence[bytes], before: int) -> float:
+    def _way(self, to: int, pages: Sequence[bytes], before: int) -> float | None:
         """Seconds that these pages are on the way to a replica, where this many of them are
-        already; 0 if it computes all of them as soon."""
+        already; None if it computes all of them as soon."""
         link, scheduler = self._setting.routing.link, self._machines[to].scheduler
         assert link is not None
         tokens = max(len(pages) - before, 0) * self._setting.block_size
         seconds = tokens * link.per_token
-        return seconds if seconds < scheduler.recompute_seconds(pages) else 0.0
+        return seconds if seconds < scheduler.recompute_seconds(pages) else None
 
     def _replica(self, number: int, place: int) -> int:
         return number % self._step + place * self._step
@@ -197,14 +199,16 @@ class Front:
         """
         replica = self._at[number]
         pages = self._machines[replica].leave(number)
+        self._ahead.pop(number, None)
         del self._stays[replica][number]
         self._changed[replica] = True
         self._outputs.moves[number] += 1
         self._at[number] = to = self._replica(number, place)
         seconds = self._way(to, pages, before)
-        if not seconds:
+        if seconds is None:
             pages = pages[:before]
-        heapq.heappush(self._travelling, (now + (self._latency + seconds), number, to, pages))
+        when = now + (self._latency + (seconds or 0.0))
+        heapq.heappush(self._travelling, (when, number, to, pages))
 
     def come(self) -> tuple[int, Request, int, list[bytes]]:
         """The request that comes at `next_time`: its number, the request, where, and the keys of
