@@ -57,6 +57,7 @@ LEAVE_S = 2.0
 """Seconds that the answers of a replica that is to go may still take."""
 _EXPORT_S, _MOST_BYTES = 1.5, 256 << 20  # for all answers; of one answer's cache
 _BROUGHT_S = 10.0  # for which what came ahead of an answer is kept
+_LEAST_S = 0.02  # to wait for what comes along, however little it is
 _LARGE = 1 << 16  # bytes of a record that takes milliseconds to read
 _REFUSED = (CallOutcome.INVALID, CallOutcome.MALFORMED, CallOutcome.UNAUTHENTICATED)  # for good
 _BROKEN_OFF = (CallOutcome.ENGINE_FAILED, CallOutcome.SHUTTING_DOWN)
@@ -205,10 +206,10 @@ class EngineReplica:
         None if it has not come by then."""
         if handle is None or not handle.refs:
             return {}
-        again = self._engine.recompute_seconds(handle.keys)
         try:
+            again = self._engine.recompute_seconds(handle.keys)
             sooner = self._transport.seconds(handle) < again
-            return self._transport.get(handle, again) if sooner else {}
+            return self._transport.get(handle, max(again, _LEAST_S)) if sooner else {}
         except Exception as error:
             log.warning("what is cached of an answer has not come: %r", error)
             return None
@@ -223,7 +224,8 @@ class EngineReplica:
             passage = Passage(resume, self._engine.info().system_fingerprint, self._name)
         except CannotResume as error:
             raise Unserved(str(error), "") from None  # it takes other calls
-        passage.pages = {**self._brought.pop(passage.point.key, {}), **(pages or {})}
+        # The same answer may come again, if it is refused now.
+        passage.pages = {**self._brought.get(passage.point.key, {}), **(pages or {})}
         return passage
 
     async def _served(

@@ -318,9 +318,12 @@ class StepLoop:
         if not pages or not executor.sends or chain is None:
             return 0
         fitting = {key: page for key, page in pages.items() if executor.fits(page)}
-        executor.keep(dict(self._scheduler.adopt(one.row, fitting)))
-        brought = itertools.takewhile(fitting.__contains__, chain.keys)
-        return sum(1 for _ in brought) * self._scheduler.pool.block_size
+        kept = self._scheduler.adopt(one.row, fitting)
+        executor.keep(dict(kept))
+        brought = sum(1 for _ in itertools.takewhile(fitting.__contains__, chain.keys))
+        for _, last in kept[-1:]:  # those before it are here, or came along
+            brought = 1 + next(i for i, key in enumerate(chain.keys) if fitting.get(key) is last)
+        return brought * self._scheduler.pool.block_size
 
     def note_tools(self, request_id: str, tools: Mapping[str, str]) -> None:
         """See `ProgramTable.note_tools`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import json
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,14 +20,24 @@ from jaxserve.deploy import replica as replica_module
 from jaxserve.deploy.moves import mover as module
 from jaxserve.deploy.moves import transport as transport_module
 from jaxserve.deploy.moves.mover import Mover
-from jaxserve.deploy.moves.relay import Relay
+from jaxserve.deploy.moves.relay import Relay, Unserved
 from jaxserve.deploy.moves.transport import Transport
 from jaxserve.deploy.replica import EngineReplica
 from jaxserve.sched.routing.behind import Sent
 from jaxserve.sched.routing.fleet import RoutingRequest
 from jaxserve.server.moves.resume_point import Begun, Handle, ResumePoint
 from tests.deploy.engine import Engine
-from tests.deploy.test_moves import FINGERPRINT, Fleet, Paced, events, served
+from tests.deploy.test_moves import (
+    FINGERPRINT,
+    NOTHING,
+    SCOPE,
+    Fleet,
+    Paced,
+    events,
+    point,
+    served,
+    unmarked,
+)
 
 LONG = 200
 ASK = RoutingRequest(2, ttft=1.0, tbt=0.1)
@@ -253,13 +264,20 @@ def test_what_its_replica_does_not_leave_stays(asks: type[Asks]) -> None:
     assert text == TEXT and len(fleet.points) == 1
 
 
-def test_a_replica_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_replica_that_does_not_answer_is_left(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "LEAVE_S", 0.01)
 
     class Silent(Asks):
         async def hand_over(self, name: str, key: str, ahead: bool) -> bool:
             await asyncio.Event().wait()
             return True
+
+        async def offer(self, name: str, key: str) -> Handle | None:
+            await asyncio.Event().wait()
+            return None
 
     first = Paced()
     held = threading.Event()
@@ -273,7 +291,10 @@ def test_a_replica_that_does_not_answer_is_left(monkeypatch: pytest.MonkeyPatch)
     first.step = stalls  # type: ignore[method-assign]
     try:
         text, fleet = said(
-            Decides("r1"), [first.run(), Paced().run()], whole_then(held.set), asks=Silent
+            Decides("r1", ahead=ahead),
+            [first.run(), Paced().run()],
+            whole_then(held.set),
+            asks=Silent,
         )
     finally:
         held.set()
@@ -320,7 +341,6 @@ def test_what_is_cached_is_sent_while_the_answer_goes_on() -> None:
             replica._transport = Counts()
         async for piece in relay.pieces():
             yield piece
-        assert not any(replica._brought for replica in fleet._replicas)
 
     text, fleet = said(Decides("r1", ahead=True), [first, second], talk, _GoesOn)
     assert text == TEXT and put == [(ONE,), (TWO,)]
@@ -353,6 +373,28 @@ def test_what_cannot_be_sent_ahead_comes_along_or_the_answer_stays(lost: str) ->
         assert {*second.requests[0].pages} == {ONE}
 
 
+def test_what_was_brought_is_there_when_the_answer_comes_again() -> None:
+    """Nobody sends it twice, and the first try may be refused."""
+    engine, resumed = Paced().run(), point()
+
+    async def call(replicas: list[EngineReplica]) -> AsyncGenerator[Any, None]:
+        (replica,) = replicas
+        assert await replica.bring(resumed.key, replica._transport.put({ONE: np.arange(8.0)}))
+        scope = {**SCOPE, "path": "/v1/completions", "raw_path": b"/v1/completions"}
+        body = json.dumps({"prompt": "Hi", "max_tokens": 4, "stream": True}).encode()
+        given = scope, body, resumed.model_dump_json().encode()
+        engine.max_requests = 0
+        with pytest.raises(Unserved):
+            async for _ in replica.http(*given, routing_request=NOTHING):
+                pass
+        engine.max_requests = 1
+        async for piece in replica.http(*given, routing_request=NOTHING):
+            yield piece
+
+    assert b'"text":" w3"' in b"".join(part["body"] for part in unmarked(served(call, [engine])))
+    assert {*engine.requests[0].pages} == {ONE}
+
+
 @pytest.mark.parametrize("why", ["cached", "slow"])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_what_is_computed_as_soon_is_not_waited_for(why: str, ahead: bool) -> None:
@@ -363,9 +405,12 @@ def test_what_is_computed_as_soon_is_not_waited_for(why: str, ahead: bool) -> No
     else:
         second.recompute_s = 1e-3
 
+    waited = list[float]()
+
     class Slow(Transport):
         def get(self, handle: Any, seconds: float) -> Any:
-            raise AssertionError("it was waited for")
+            waited.append(seconds)
+            return super().get(handle, seconds)
 
     async def talk(mover: Mover, fleet: Fleet, relay: Relay) -> AsyncGenerator[Any, None]:
         slow = fleet._replicas[1]._transport = Slow()
@@ -376,6 +421,7 @@ def test_what_is_computed_as_soon_is_not_waited_for(why: str, ahead: bool) -> No
 
     text, fleet = said(Decides("r1", ahead=ahead), [first, second], talk)
     assert text == TEXT and len(fleet.points) == 2 and not second.requests[0].pages
+    assert not waited
 
 
 def test_what_was_sent_ahead_in_vain_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,6 +463,16 @@ def test_a_transport_knows_how_fast_it_was_lately(monkeypatch: pytest.MonkeyPatc
     assert transport.seconds(Handle([], (), 1000, "elsewhere")) < 0.001
     now += 61
     assert transport.seconds(first) == 0
+
+    class Late(Takes):
+        def _fetch(self, refs: Any, seconds: float) -> Any:
+            super()._fetch([seconds], seconds)
+            raise TimeoutError
+
+    late, handle = Late(), Handle([], (), large)
+    with pytest.raises(TimeoutError):
+        late.get(handle, 0.5)
+    assert late.seconds(handle) > 0.5, "nothing came in that time"
 
 
 def whole_then(end: Callable[[], None]) -> Talk:

@@ -174,14 +174,17 @@ class Mover:
         if relay.tokens:
             self._start(self._leave(relay, relay.replica, to, ahead))
 
-    async def _send(self, key: str, name: str, to: str) -> bool:
-        """Sends what a replica has cached of an answer to another. Returns whether it is there."""
-        handle = await self._asked.offer(name, key)
+    async def _bring(self, to: str, key: str, handle: Handle) -> bool | None:
+        """Has the other replica get what is offered. Returns whether all that it wants is there;
+        None if that one says nothing, or is lost: then the answer stays."""
         try:
-            return handle is not None and await self._asked.bring(to, key, handle)
+            async with asyncio.timeout(_AHEAD_S):
+                return await self._asked.bring(to, key, handle)
+        except Exception as error:
+            log.info("an answer does not move: %r", error)
+            return None
         finally:
-            if handle is not None:
-                handle.refs.clear()  # see `Handle`
+            handle.refs.clear()  # see `Handle`
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -198,27 +201,21 @@ class Mover:
             to: the other one's.
             ahead: whether what is cached of it is sent before, while it goes on.
         """
-        key = relay.point.key
+        key, left = relay.point.key, False
+        there: bool | None = False
         try:
             if ahead:
-                async with asyncio.timeout(_AHEAD_S):
-                    ahead = await self._send(key, name, to)
-        except Exception as error:  # one of them is lost, say
-            log.info("an answer does not move: %r", error)
-            if relay.replica == name:
-                relay.stay()
-            return
-        if relay.replica != name or not relay.moving:
-            return
-        try:
-            async with asyncio.timeout(LEAVE_S):
-                left = await self._asked.hand_over(name, key, ahead)
+                async with asyncio.timeout(LEAVE_S):
+                    handle = await self._asked.offer(name, key)
+                there = handle is not None and await self._bring(to, key, handle)
+            if there is not None and relay.replica == name and relay.moving:
+                async with asyncio.timeout(LEAVE_S):
+                    left = await self._asked.hand_over(name, key, there)
         except TimeoutError:
             left = True
             if relay.replica == name and relay.moving:
                 relay.turn()
         except Exception as error:  # it is lost, say, which the answer itself will report
             log.info("an answer does not move: %r", error)
-            left = False
         if not left and relay.replica == name:
             relay.stay()

@@ -44,13 +44,15 @@ class Transport:
         Raises:
             Exception: Any, if they cannot be had any more, or not in time.
         """
-        began = time.monotonic()
+        began, size = time.monotonic(), 0
         try:
-            return self._fetch(handle.refs, seconds)
+            found = self._fetch(handle.refs, seconds)
+            size = handle.num_bytes
+            return found
         finally:
             now = time.monotonic()
             with self._lock:
-                self._came[handle.source].append((now, handle.num_bytes, now - began))
+                self._came[handle.source].append((now, size, now - began))
 
     def seconds(self, handle: Handle) -> float:
         """How long `get` will take if it is as fast as those of the last _LATELY_S from there; 0
