@@ -138,8 +138,13 @@ class Moves:
 
     def _pack(self, up: np.ndarray) -> None:
         """Adds replicas for prompts, or takes one away, if those of the last LATELY would fill
-        more or fewer. up: those that take requests, bool [replicas]."""
-        fleet = self._fleet
+        more or fewer. None are for prompts unless prompts make tokens late everywhere. up: those
+        that take requests, bool [replicas]."""
+        fleet, s = self._fleet, self._fleet.columns
+        if np.where(up, s.decode + s.prefill, np.inf).min() <= NEAR * s.tbt.min():
+            fleet.packed[:] = False
+            self._count()
+            return
         wanted = fleet.prompts.sum() / max(self._seen, SEEN)
         mine = fleet.packed & up
         count, most = int(np.count_nonzero(mine)), int(np.count_nonzero(up))
