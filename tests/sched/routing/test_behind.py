@@ -166,6 +166,7 @@ def test_prompts_are_apart_only_where_tokens_would_be_late_beside_them() -> None
         router = routed(IDLE, IDLE)
         router.fleet.send(0, PROMPT, 1.0)
         router.fleet.prompts[0], router.fleet.packed[0] = 1.9, True
+        router.fleet.columns.tbt[0] = tbt  # of a request that runs
         begins = router.choose(RoutingRequest(100, ttft=9.0, tbt=tbt), 1.0)
         assert begins == 1 - place, "a prompt goes where prompts are, or else to the idle one"
         assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
@@ -175,6 +176,7 @@ def test_prompts_go_to_as_few_replicas_as_they_fill() -> None:
     """One more when they take longer, one less when fewer come; none that is down."""
     router, ask = routed(*[IDLE] * 4), RoutingRequest(100, ttft=9.0, tbt=0.02)
     fleet, now = router.fleet, 1.0
+    fleet.columns.tbt[0] = 0.02
     for share, count in ((0.5, 1), (1.5, 2), (2.5, 3), (2.1, 3), (1.6, 2), (9.0, 4), (0.0, 1)):
         for _ in range(200):  # until the last minute is forgotten
             now += 1.0
@@ -185,8 +187,12 @@ def test_prompts_go_to_as_few_replicas_as_they_fill() -> None:
     fleet.lose(int(fleet.packed.argmax()))
     router.choose(ask, now + 1)
     assert np.count_nonzero(fleet.packed & fleet.up) == 3
+    fleet.columns.tbt[:] = 9.0
+    router.choose(ask, now + 2)
+    assert not fleet.packed.any(), "prompts make no token late"
     fleet.grow(4)
     assert router.goes_on_at(0, ask, now + 1) in range(8)
+    fleet.packed[0], fleet.coming[0] = True, 9.0
     fleet.forget(0)
     assert not fleet.packed[0] and not fleet.coming[0]
 
