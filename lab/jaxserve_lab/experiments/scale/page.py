@@ -103,7 +103,7 @@ class Scale:
     decisions: tuple[int, ...] = (8, 64, 512, 1024)
     few: int = 100_000
     talks: tuple[int, ...] = (120, 40, 16)
-    apart: tuple[tuple[int, int], ...] = ((8, 1_000),)
+    apart: tuple[tuple[int, int], ...] = ((8, 1_000), (64, 4_800))
 
 
 QUICK = Scale(2_000, (2, 4), (0.6, 0.8), 0.6, (1, 2), (4, 8), 1_000, (10, 10), ((4, 60),))
@@ -321,6 +321,10 @@ class Fleets(Page[Case, Found]):
         found = self.results[Apart(work, replicas, rate, way, count, azure=azure, **more)]
         assert isinstance(found, ServedApart)
         return found
+
+    def movable(self) -> str:
+        """How many requests may move in each run, and on how many replicas."""
+        return listed([f"{count:,} on {replicas} replicas" for replicas, count in self.scale.apart])
 
     def moved(self) -> str:
         """Prompts together with decodes, apart by a fixed share, and as the router decides."""
