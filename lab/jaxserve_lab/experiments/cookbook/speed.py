@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.engine.output import Timings
 from jaxserve.machine import machine, versions
 from jaxserve.offline.llm import LLM
 from jaxserve.sched.request import SamplingParams
@@ -55,23 +56,27 @@ def measure(preset: str, quantization: str) -> Speed:
     }
     with LLM(**fields) as llm:
 
-        def median(streams: int, output: int) -> float:
-            """Seconds that so many streams take."""
+        def runs(streams: int) -> list[tuple[float, Timings]]:
+            """Of each run its seconds and when the tokens of its first stream came."""
             prompts = [[(7 * i + 31 * n) % 1000 + 3 for i in range(PROMPT)] for n in range(streams)]
-            asked, taken = SamplingParams(max_tokens=output, ignore_eos=True), []
+            asked, found = SamplingParams(max_tokens=OUTPUT, ignore_eos=True), []
             for _ in range(TIMES + 1):
                 begin = time.perf_counter()
-                llm.generate(prompts, asked, progress=False)
-                taken.append(time.perf_counter() - begin)
-            return statistics.median(taken[1:])
+                first = llm.generate(prompts, asked, progress=False)[0].outputs[0]
+                assert first.timings is not None
+                found.append((time.perf_counter() - begin, first.timings))
+            return found[1:]
 
-        first, whole, together = median(1, 1), median(1, OUTPUT), median(STREAMS, OUTPUT)
+        alone = [timings for _, timings in runs(1)]
+        first = statistics.median(timings.ttft for timings in alone)
+        gap = statistics.median(timings.tbt_mean for timings in alone if timings.tbt_mean)
+        together = statistics.median(seconds for seconds, _ in runs(STREAMS))
     here = machine()
     return Speed(
         preset=preset,
         weights=quantization or "bfloat16",
         ttft_ms=round(1e3 * first),
-        one=round((OUTPUT - 1) / (whole - first), 1),
+        one=round(1 / gap, 1),
         streams=round(STREAMS * OUTPUT / together, 1),
         machine=f"{here['cpu']}, {here['cores']} cores, jax {versions()['jax']}",
     )
