@@ -6,6 +6,9 @@ code at once, not by way of MLIR, which takes twice as long. Later ones know no 
 functions go through LLVM together: to part them among up to 32 threads takes up to a tenth longer.
 XLA's own passes, and the libraries that multiply, are as ever. One cache of what is compiled serves
 all tests and workers, kept from run to run beside the packages that it belongs to.
+
+NumPy's products, all of which are small, have one thread: others wait busily for their share, which
+takes as long again, and longer where other workers are busy.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ OPTIMISED: dict[str, bool | int | str] = {
 }
 AS_USERS_HAVE_IT = "JAXSERVE_TESTS_OPTIMISED"
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHES / "xla"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -523,7 +523,7 @@ class Tampers(Transport):
         return {} if self._fault == "empty" else pages
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     source=st.one_of(st.just(NEVER), st.integers(2, 8)),
     destination=st.one_of(st.just(NEVER), st.integers(0, 6)),

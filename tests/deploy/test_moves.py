@@ -867,7 +867,7 @@ def test_a_record_in_lines_is_no_longer_than_one_in_a_line(monkeypatch: pytest.M
 
 def test_others_go_on_while_a_long_record_is_made_and_read() -> None:
     """Each in more than one piece of work."""
-    made, turns = long_point(100_000, 0), 0
+    made, turns = long_point(40_000, 0), 0
 
     async def count() -> None:
         nonlocal turns

@@ -31,10 +31,9 @@ QUICK = (
     "qwen3, bfloat16",
     "whole moe, bfloat16",
     "whole, int8",
-    "whole, cache of int8",
 )
 # Of the others each has something of one of these.
-FEW = (*QUICK, "gemma3", "gpt_oss", "qwen3_next, bfloat16", "gguf")
+FEW = (*QUICK, "whole, cache of int8", "gemma3", "gpt_oss", "qwen3_next, bfloat16", "gguf")
 
 
 @pytest.mark.promise(45)

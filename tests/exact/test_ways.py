@@ -46,7 +46,6 @@ QUICK = {
     WIDE: (
         "preempted in chunks",
         "swapped out",
-        "with room for adapters",
         "by bros",
     ),
     NARROW: ("preempted", "other buckets", "blocks of 16"),

@@ -37,7 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small blocks": {"cache__block_size": 2, "cache__num_blocks": 2048},
     "without overlap": {"engine__overlap": False},
 }
-QUICK = {"gemma3": ("preempted in chunks", "swapped out"), "gpt_oss": ("small blocks",)}
+QUICK = {"gemma3": ("preempted in chunks", "swapped out")}
 
 
 def windowed(running: Engine) -> WindowedPool:

@@ -245,7 +245,7 @@ def test_which_runs_a_change_of_code_makes_old(
         code.code_of.cache_clear()
 
     request.addfinalizer(forget)
-    names = ("sarathi", "aptserve", "bros")
+    names = ("sarathi", "aptserve")
     before = {name: code.code_of(name) for name in names}
     read, edits = Path.read_text, dict[str, str]()
 

@@ -40,18 +40,18 @@ class Lane(NamedTuple):
 # is cut over 2 or 4 devices; where that is odd, their number.
 LANES = {
     "quick": Lane(
-        {"opt": 4, "gpt_oss": 2},
+        {"gpt_oss": 2},
         {"llama3": 4},
-        ("llama3", "mixtral"),
+        ("mixtral",),
         ("Q4_K",),
     ),
     "slow": Lane(
         {
-            **{"gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 4, "qwen2_moe": 2},
+            **{"opt": 4, "gemma3": 2, "olmo2": 4, "phi4_mini": 2, "mixtral": 4, "qwen2_moe": 2},
             **{"deepseek_v2": 2, "deepseek_v3": 4, "glm4_moe": 2, "qwen3_5": 2},
         },
         {"mixtral": 4, "gpt_oss": 2, "deepseek_v2_lite": 2, "qwen3_5": 2},
-        ("opt",),
+        ("opt", "llama3"),
         ("int8", "fp8"),
     ),
 }

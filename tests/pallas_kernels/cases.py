@@ -17,7 +17,7 @@ from tests.pallas_kernels.batches import Shape
 
 # Cases that add the least to the others, where compiling for an interpreter takes long; and where
 # numba does, which has the same kernel for any shape of one head_dim and pool.
-SLOW = ("mixed", "float8", "latent-float8")
+SLOW = ("decodes", "mixed", "float8", "latent-mixed", "latent-float8")
 SLOW_BY_NUMBA = ("float8", "latent-mixed", "latent-float8")
 # Those of other devices are interpreted. How many drawn batches a test has: GPUs are interpreted
 # slowly, TPUs an instruction at a time.

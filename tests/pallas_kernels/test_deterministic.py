@@ -100,7 +100,7 @@ def _same(backend: str, case: Case, ways: Sequence[str]) -> None:
         pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] * slow)
         for name in INTERPRETED
         for case in CASES
-        if (slow := name == "tpu-interpret" and case.name != "window") in (False, True)
+        if (slow := name == "tpu-interpret" and case.name != "whole") in (False, True)
     ],
 )
 def test_a_token_has_the_same_bits_in_any_company(name: str, case: Case) -> None:

@@ -124,7 +124,7 @@ def test_a_server_that_plans_one_step_after_the_other() -> None:
 
 
 def test_rows_that_run_out_are_seen() -> None:
-    twin = make_twin(seen(served(rows=6)), FACTS)
+    twin = make_twin(seen(served(rows=6, count=80)), FACTS)
     assert twin.header.max_rows == 6 and "6 requests at a time" in twin.guessed
 
 

@@ -106,7 +106,10 @@ TREATMENTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.promise(10)
-@pytest.mark.parametrize("treatment", TREATMENTS)
+@pytest.mark.parametrize(
+    "treatment",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "drafted")) for name in TREATMENTS],
+)
 def test_treatment(
     shapes: dict[str, Path],
     folders: dict[str, Path],
@@ -122,6 +125,7 @@ def test_treatment(
         assert (running.stats().preemptions > 0) == ("preempted" in treatment)
 
 
+@pytest.mark.slow
 def test_hidden_caches(
     shapes: dict[str, Path],
     folders: dict[str, Path],

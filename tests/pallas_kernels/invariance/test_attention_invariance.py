@@ -39,15 +39,13 @@ LAYER = 1
 # quick latent vectors, which do not, have the kernels of cases.py.
 POOLS = [
     ("float32", 64),
-    ("bfloat16", 128),
+    pytest.param("bfloat16", 128, marks=pytest.mark.slow),
     pytest.param("float32", 24, marks=pytest.mark.slow),
     pytest.param("int8", 64, marks=pytest.mark.slow),
     pytest.param("bfloat16", 40, marks=pytest.mark.slow),
     pytest.param("int8", 20, marks=pytest.mark.slow),
     pytest.param("fp8", 80, marks=pytest.mark.slow),
 ]
-# Each has a kernel of its own to compile besides.
-HIDDEN_POOLS = [POOLS[0], pytest.param(*POOLS[1], marks=pytest.mark.slow), *POOLS[2:]]
 
 
 @dataclasses.dataclass
@@ -177,7 +175,7 @@ def test_company_and_chunks(dtype: str, head_dim: int) -> None:
     ("dtype", "head_dim", "halves"),
     [
         ("float32", 26, 19),
-        ("int8", 60, 40),
+        pytest.param("int8", 60, 40, marks=pytest.mark.slow),
         pytest.param("bfloat16", 40, 35, marks=pytest.mark.slow),
         pytest.param("fp8", 24, 19, marks=pytest.mark.slow),
     ],
@@ -215,7 +213,7 @@ def test_tokens_that_see_those_behind_them(window: int | None) -> None:
         Steps([first], "float32", **options, backend="xla").all([TOKENS])
 
 
-@pytest.mark.parametrize(("dtype", "head_dim"), HIDDEN_POOLS)
+@pytest.mark.parametrize(("dtype", "head_dim"), POOLS)
 def test_hidden_vectors(dtype: str, head_dim: int) -> None:
     """As K and V made of them, in one piece or many."""
     width, half = HEADS * head_dim, head_dim // 2

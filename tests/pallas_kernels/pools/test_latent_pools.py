@@ -30,6 +30,13 @@ USED = np.asarray(BATCH.token_row) < len(ROWS)
 DTYPES = ("int8", FLOAT8)
 put = functools.partial(write, halves=HALVES)
 BACKENDS = ("xla", "numba", "triton-interpret", "tpu-interpret")
+EACH = [
+    pytest.param(backend, dtype, marks=[pytest.mark.slow] * slow)
+    for dtype in DTYPES
+    for backend in BACKENDS
+    # What takes long to compile; the other dtype of the backend does the same.
+    for slow in [dtype == FLOAT8 and backend in ("numba", "tpu-interpret")]
+]
 
 
 def drawn(seed: int) -> np.ndarray:
@@ -65,8 +72,7 @@ def places() -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "dtype"), EACH)
 def test_the_rest_of_a_vector_has_16_bits(backend: str, dtype: str) -> None:
     """Wherever it is moved; and so has what is said to be of 8 bits no more than its error."""
     k, v = drawn(1), drawn(2)
@@ -120,8 +126,7 @@ def errors(wide: np.ndarray, dtype: str) -> np.ndarray:
     return np.maximum(np.abs(wide) * 2**-4, 2**-10)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", BACKENDS[:2])
+@pytest.mark.parametrize(("backend", "dtype"), [e for e in EACH if e.values[0] in BACKENDS[:2]])
 def test_attention_is_off_by_what_vectors_are(backend: str, dtype: str) -> None:
     """Of scores off by at most d, weights are within factors exp(-2d) and exp(2d); so a sum of
     values is off by (exp(2d) - 1) sum w |v|, and by what these are. A score is off by what each

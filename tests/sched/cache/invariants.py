@@ -29,42 +29,41 @@ def check_pool(pool: BlockPool) -> None:
         assert pool.num_free == pool.num_blocks - taken >= 0, "free blocks are miscounted"
         return
     refs = np.zeros(len(pool.refs), np.int64)
+    held = np.zeros((len(pool.held), len(refs)), bool)
     for row in np.flatnonzero(pool.held):
         ids = ids_of(pool, row)
         assert len(set(ids.tolist())) == ids.size, f"row {row} holds a block twice"
         others = pool.owners[ids, pool.direction[row]]
         assert ((others == row) | (others == NOBODY)).all(), f"row {row} is in another's slots"
         refs[ids] += 1
+        held[row, ids] = True
     assert (refs == pool.refs).all(), "reference counts differ from the tables"
     assert pool.num_shared == (refs > 1).sum(), "shared blocks are miscounted"
     owned = (pool.owners != NOBODY).any(axis=1)
     assert owned[refs == 1].all(), "a block that one row holds is nobody's"
-    for row in range(len(pool.held)):
-        alone = int((refs[pool.blocks_of(row)] == 1).sum()) if pool.held[row] else 0
+    every = np.arange(len(pool.held))
+    alone = np.zeros(len(every), np.int64)
+    for row in np.flatnonzero(pool.held):
+        alone[row] = (refs[pool.blocks_of(row)] == 1).sum()
+    for row in every if isinstance(pool, (WindowedPool, StatePool)) else ():
         if isinstance(pool, WindowedPool):
             there = pool.window_ids(row)
             assert pool._own_there[row] == (refs[there] == 1).sum(), "own blocks are miscounted"
             aside = pool.set_aside(pool.first[row], pool.held[row])
             assert aside >= there.size, "a row holds more than is set aside for it"
-            alone += int(aside)
+            alone[row] += int(aside)
         if isinstance(pool, StatePool):
-            alone += int((refs[pool.states_of(row)] == 1).sum())
+            alone[row] += (refs[pool.states_of(row)] == 1).sum()
             assert pool.has[row] == (pool.held[row] > 0) >= pool.owns[row], "a state without a row"
-        assert pool.private(row) == alone, f"row {row}'s own blocks are miscounted"
+    wrong = np.flatnonzero(pool.private(every) != alone)
+    assert not wrong.size, f"own blocks of rows {wrong} are miscounted"
     assert (pool.mirrored <= pool.held).all(), "blocks are mirrored that nobody holds"
     used = refs > 0
     if pool.cache is not None:
         check_cache(pool, refs)
         used[[block for page in pool.cache.pages() for block in page.ids]] = True
     _check_free(pool._free, used)
-    for side in Direction:
-        for block in np.flatnonzero(pool.owners[:, side] != NOBODY):
-            owner, at = int(pool.owners[block, side]), pool.at[block, side]
-            held = block in ids_of(pool, owner)
-            there = block in pool.tables[owner, :, at % pool.width]
-            if isinstance(pool, StatePool):
-                there |= block in pool.states[owner, :, at % pool.groups.planes]
-            assert held and there, f"block {block} has an owner that does not hold it there"
+    _check_owners(pool, held)
     if isinstance(pool, WindowedPool):
         empty = pool.held == 0
         assert not (pool.first[empty].any() or pool.ends[empty].any()), "a window without a cache"
@@ -73,6 +72,21 @@ def check_pool(pool: BlockPool) -> None:
         assert (pool.first <= pool.ends).all() and (pool.ends <= pool.held).all()
     whole = np.arange(pool.width) >= pool.held[:, None]
     assert (pool.cap[whole] == pool.block_size).all(), "tokens are missing where there are none"
+
+
+def _check_owners(pool: BlockPool, held: np.ndarray) -> None:
+    """AssertionError if a block has an owner that does not hold it, or not there. held: which
+    blocks each row holds, bool [rows, blocks]."""
+    for side in Direction:
+        blocks = np.flatnonzero(pool.owners[:, side] != NOBODY)
+        owners, at = pool.owners[blocks, side], pool.at[blocks, side]
+        there = pool.tables[owners, :, at % pool.width] == blocks[:, None]
+        here = there.any(axis=1)
+        if isinstance(pool, StatePool):
+            there = pool.states[owners, :, at % pool.groups.planes] == blocks[:, None]
+            here |= there.any(axis=1)
+        lost = blocks[~(here & held[owners, blocks])]
+        assert not lost.size, f"blocks {lost} have owners that do not hold them there"
 
 
 def ids_of(pool: BlockPool, row: int | np.integer) -> np.ndarray:
@@ -115,6 +129,7 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
     pages = {page.key: page for page in cache.pages()}
     ids = [block for page in pages.values() for block in page.ids]
     assert len(set(ids)) == len(ids), "a block is in two pages"
+    counts = refs.tolist()
     for page in pages.values():
         before = page.before
         assert before is None or pages.get(before.key) is before, "a page has lost what is before"
@@ -123,18 +138,15 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
         assert bool(page.ids) == (page.host is None), "a page is nowhere, or in both places"
         if not page.ids:
             continue
-        assert len(set(refs[list(page.ids)].tolist())) == 1, "K is read where V is not"
+        assert len({counts[block] for block in page.ids}) == 1, "K is read where V is not"
         assert before is None or before.ids, "a page in the pool is behind one on the host"
-        assert before is None or refs[before.ids[0]] >= refs[page.ids[0]], "read without a prefix"
+        assert before is None or counts[before.ids[0]] >= counts[page.ids[0]], (
+            "read without a prefix"
+        )
         assert cache.page_of(page.ids[0]) is page
-    unread = [p for p in pages.values() if p.ids and not refs[p.ids[0]]]
-    assert set(unread) == set(cache._unread), "it is unknown who is read"
-    assert cache.num_unread == sum(len(page.ids) for page in unread)
-    places = {page: place for place, page in enumerate(cache._unread)}
-    for page in unread:
-        behind = [other for other in page.after if other.ids and other.tenant == page.tenant]
-        assert all(places[other] < places[page] for other in behind), "a prefix goes first"
+    _check_unread(cache, counts)
     _check_shares(cache._unread, [page for page in pages.values() if page.ids])
+    finders: dict[bytes, set[int]] = {key: set() for key in pages}
     for row, most in cache._most.items():
         keys = cache._keys[row][:most]
         hidden = [key + b"X" for key in keys]
@@ -162,10 +174,25 @@ def check_cache(pool: BlockPool, refs: np.ndarray) -> None:
         if len(chain) < depth:
             assert not pages[keys[len(chain)]].ids, "what is in the pool is always found"
             assert cache.host is not None and cache.host.least_depth, "copies always pay"
-        several = sum(int(refs[page.ids[0]] > 1) for page in chain if page.ids)
+        several = sum(int(counts[page.ids[0]] > 1) for page in chain if page.ids)
         assert pool._read(np.array([row])) == several, "it would take other blocks than it is told"
-        for page in pages.values():
-            assert (row in page.finders) == (len(chain) > 0 and page is chain[-1])
+        if chain:
+            assert pages.get(chain[-1].key) is chain[-1]
+            finders[chain[-1].key].add(row)
+    for page in pages.values():
+        assert finders[page.key] == cache._most.keys() & page.finders
+
+
+def _check_unread(cache: PrefixCache, counts: Sequence[int]) -> None:
+    """AssertionError unless the pages that nobody reads are known, in an order in which they may
+    go. counts: readers of each block."""
+    unread = [p for p in cache.pages() if p.ids and not counts[p.ids[0]]]
+    assert set(unread) == set(cache._unread), "it is unknown who is read"
+    assert cache.num_unread == sum(len(page.ids) for page in unread)
+    places = {page: place for place, page in enumerate(cache._unread)}
+    for page in unread:
+        behind = [other for other in page.after if other.ids and other.tenant == page.tenant]
+        assert all(places[other] < places[page] for other in behind), "a prefix goes first"
 
 
 def _wanted_beside(
@@ -229,14 +256,17 @@ def _check_free(blocks: FreeBlocks, used: np.ndarray) -> None:
 
 def check_host(host: HostMemory) -> None:
     """AssertionError if counts or segments do not add up."""
-    every = {row: host.segments(row) for row in range(len(host.tokens))}
+    rows = range(len(host.tokens))
+    every = {row: mine for row in rows if (mine := host.segments(row))}
     slots = sum(host.slots(s) for mine in every.values() for s in mine)
     assert host.num_used == slots, "host slots are miscounted"
     assert 0 <= host.num_used <= host.capacity, "more on the host than fits"
     keys = [s.key for mine in every.values() for s in mine]
     assert len(set(keys)) == len(keys), "two segments have one key"
+    tokens = np.zeros_like(host.tokens)
     for row, mine in every.items():
-        assert host.tokens[row] == sum(s.end - s.first for s in mine), "tokens are miscounted"
+        tokens[row] = sum(s.end - s.first for s in mine)
         assert all(s.kind == host.kind[row] for s in mine), "a row's tokens are of two kinds"
         for before, after in itertools.pairwise(mine):
             assert before.end <= after.first, "segments overlap"
+    assert (host.tokens == tokens).all(), "tokens are miscounted"

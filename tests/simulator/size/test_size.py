@@ -25,7 +25,7 @@ def sized(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tupl
 
 def test_one_less_is_not_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "size.svg"
-    argv = [*PLACE, *CHATS, "--rate=80", "--error=0.3", f"--plot={picture}"]
+    argv = [*PLACE, *CHATS, "--rate=60", "--error=0.2", f"--plot={picture}"]
     found, said = sized(capsys, *argv)
     need, points = found["replicas"], {one["replicas"]: one["mean"] for one in found["points"]}
     assert need > 2 and points[need]["slo_attainment"] >= 0.95
