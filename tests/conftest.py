@@ -23,12 +23,14 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """What is imported and collected stays: a million objects, through all of which the garbage
-    collector would go again and again, meanwhile and later."""
+    collector would go again and again, meanwhile and later. Later it comes seldom: tracing a step
+    makes hundreds of thousands of objects, and each time jax looks for garbage of its own, too."""
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(20_000)
         gc.enable()
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import types
 from collections.abc import Iterator
+from typing import Any
 
+import fastapi._compat.v2 as fastapi_fields
 import grpc
+import httpx._transports.default as transports
 import pytest
 import uvicorn.server
+from pydantic import TypeAdapter
 
 from jaxserve.client import Client
 from jaxserve.server.proto import generation_pb2_grpc
@@ -25,6 +30,22 @@ async def _sleep(seconds: float) -> None:
 uvicorn.server.asyncio = types.SimpleNamespace(  # type: ignore[attr-defined]
     **{**vars(asyncio), "sleep": _sleep}
 )
+
+# Every client reads the certificates of all authorities, for 20 ms, which none of these asks.
+transports.create_ssl_context = functools.cache(transports.create_ssl_context)
+
+# Every server's routes have 170 fields, and to make their validators is half of what a start takes.
+_adapters: dict[tuple[Any, ...], TypeAdapter[Any]] = {}
+
+
+def _adapter(annotated: Any, **options: Any) -> TypeAdapter[Any]:
+    key = annotated.__origin__, repr(annotated.__metadata__), repr(options)
+    if key not in _adapters:
+        _adapters[key] = TypeAdapter(annotated, **options)
+    return _adapters[key]
+
+
+fastapi_fields.TypeAdapter = _adapter  # type: ignore[assignment, misc]
 
 
 @pytest.fixture
