@@ -97,6 +97,13 @@ def test_no_stream_is_lost_with_a_replica(found: Found) -> None:
     assert 0 < killed.moved < STREAMS
 
 
+def test_a_replica_that_says_nothing_is_left(found: Found) -> None:
+    """Its process is stopped, but not its connections."""
+    frozen = found.frozen
+    assert (frozen.whole, frozen.cut, frozen.failed, frozen.wrong) == (STREAMS, 0, 0, 0)
+    assert 0 < frozen.moved < STREAMS
+
+
 def test_prompts_apart_from_decodes_say_the_same(found: Found) -> None:
     apart = found.apart
     assert (apart.whole, apart.wrong) == (apart.streams, 0) and apart.moved >= apart.streams / 2
@@ -107,6 +114,15 @@ def test_either_side_of_a_move_may_be_killed(found: Found) -> None:
     faults = found.faults
     assert (faults.whole, faults.wrong, faults.left) == (faults.streams, 0, 0), faults
     assert faults.moves >= faults.streams / 4
+
+
+def test_caches_are_sent_ahead(found: Found) -> None:
+    """Streams go on meanwhile, and behind what they have cached where they go, whatever dies."""
+    ahead = found.ahead
+    assert (ahead.whole, ahead.wrong) == (ahead.requests, 0), ahead
+    assert 0 < ahead.moved < ahead.requests and ahead.cached >= ahead.moved / 2
+    asked = ahead.kills * ahead.requests
+    assert (ahead.killed_whole, ahead.killed_wrong) == (asked, 0) and asked, ahead
 
 
 def test_a_simulation_moves_the_same_requests(found: Found) -> None:

@@ -13,6 +13,7 @@ from which `python -m jaxserve_lab.experiments.scale` writes a section of its pa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -32,6 +33,7 @@ from jaxserve.deploy.settings import Settings
 from jaxserve.machine import machine
 from jaxserve.writable import check_file
 from jaxserve_lab.experiments.scale_live.agree import Agreed, agree
+from jaxserve_lab.experiments.scale_live.ahead import Ahead, ahead
 from jaxserve_lab.experiments.scale_live.moves import Apart, Faults, apart, faults
 from jaxserve_lab.experiments.scale_live.streams import (
     MODEL,
@@ -42,6 +44,7 @@ from jaxserve_lab.experiments.scale_live.streams import (
     mixed,
     stream,
     until,
+    wait_replaced,
 )
 
 STREAMS, TOKENS = 200, 64
@@ -85,7 +88,7 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Killed:
-    """What became of streams when one of two replicas was killed.
+    """What became of streams when one of two replicas was killed, or stopped.
 
     Attributes:
         streams: How many there were.
@@ -155,8 +158,10 @@ class Found:
         killed: With one of the two killed.
         down: From two to one.
         drained: With one of two removed under long streams.
+        frozen: With one of two stopped, so that it says nothing any more.
         apart: With prompts at one, and what follows at the other.
         faults: With those killed while streams move.
+        ahead: With caches sent ahead of streams.
         agreed: The same requests live and simulated, for each of the roles.
     """
 
@@ -167,8 +172,10 @@ class Found:
     killed: Killed
     down: Scaled
     drained: Drained
+    frozen: Killed
     apart: Apart
     faults: Faults
+    ahead: Ahead
     agreed: tuple[Agreed, ...]
 
 
@@ -206,14 +213,16 @@ def measure(
         alone = asyncio.run(_alone(cluster))
         text = alone[-1].text
         up = _scaled(cluster, 1, 2, MANY, text)
-        killed = _killed(cluster)
+        killed = lost(cluster, signal.SIGKILL)
         down = _scaled(cluster, 2, 1, FEW, text)
         drained = drain(cluster)
+        frozen = freeze(cluster)
         moved = apart(cluster, settings(2, 0))
         faulty = faults(cluster, kills)
+        sent = ahead(cluster, settings(2, 0), kills // 2)
         agreed = tuple(agree(cluster, settings(2, 0), each) for each in roles)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
-    return Found(where, ready, ttft, up, killed, down, drained, moved, faulty, agreed)
+    return Found(where, ready, ttft, up, killed, down, drained, frozen, moved, faulty, sent, agreed)
 
 
 async def _alone(cluster: Cluster) -> list[Stream]:
@@ -253,19 +262,20 @@ def _scaled(cluster: Cluster, before: int, after: int, clients: int, text: str) 
     return Scaled((before, after), seconds, len(calls), failed, wrong)
 
 
-def _killed(cluster: Cluster) -> Killed:
+def lost(cluster: Cluster, by: signal.Signals) -> Killed:
+    """Sends one of two replicas this signal, which ends it or stops it, under streams."""
+    cluster.wait(lambda: len(cluster.processes()) == 2, "no others")
     victim = cluster.processes()[0]
     texts = [each.text for each in asyncio.run(mixed(cluster, len(SEEDS), TOKENS))]
-    kill = functools.partial(os.kill, victim, signal.SIGKILL)
-
-    def replaced() -> bool:
-        there = cluster.processes()
-        return victim not in there and len(there) == 2 and cluster.replicas() == 2
-
+    kill = functools.partial(os.kill, victim, by)
     _both_asked(cluster)
-    ended, began = asyncio.run(mixed(cluster, STREAMS, TOKENS, BEGUN, kill)), time.monotonic()
-    with _Asking(cluster, MANY):
-        cluster.wait(replaced, "another replica instead of the one that was killed", _SCALE_S)
+    try:
+        ended, began = asyncio.run(mixed(cluster, STREAMS, TOKENS, BEGUN, kill)), time.monotonic()
+        with _Asking(cluster, MANY):
+            wait_replaced(cluster, victim)
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nobody else ends what is stopped
+            os.kill(victim, signal.SIGKILL)
     outcomes = Counter(each.outcome for each in ended)
     expected = [texts[number % len(SEEDS)] for number in range(STREAMS)]
     cut = [each for each in ended if each.error]
@@ -332,16 +342,22 @@ def drain(cluster: Cluster) -> Drained:
     )
 
 
+def freeze(cluster: Cluster) -> Killed:
+    """Stops one of two replicas under streams."""
+    cluster.deploy(settings(2, 0))
+    return lost(cluster, signal.SIGSTOP)
+
+
 def lines(found: Found) -> list[str]:
     """The report, for people."""
-    killed = found.killed
-    told = [
-        f"one replica serves after {found.ready:.1f} s; median TTFT {1000 * found.ttft:.0f} ms",
-        f"one of two killed under {killed.streams} streams: {killed.whole} whole, {killed.cut} cut "
-        f"off with what they had, {killed.failed} failed, {killed.wrong} wrong; replaced after "
-        f"{killed.recovered:.1f} s; {killed.moved} moved, with gaps of at most {killed.gap:.2f} s, "
-        f"{killed.usual_gap:.2f} s without",
-    ]
+    told = [f"one replica serves after {found.ready:.1f} s; median TTFT {1000 * found.ttft:.0f} ms"]
+    for killed, what in ((found.killed, "killed"), (found.frozen, "stopped")):
+        told.append(
+            f"one of two {what} under {killed.streams} streams: {killed.whole} whole, "
+            f"{killed.cut} cut off with what they had, {killed.failed} failed, {killed.wrong} "
+            f"wrong; replaced after {killed.recovered:.1f} s; {killed.moved} moved, with gaps of "
+            f"at most {killed.gap:.2f} s, {killed.usual_gap:.2f} s without"
+        )
     for scaled in (found.up, found.down):
         one, other = scaled.replicas
         told.append(
@@ -365,6 +381,13 @@ def lines(found: Found) -> list[str]:
         f"either of them killed {faulty.kills} times meanwhile: {faulty.whole} of {faulty.streams} "
         f"streams whole, {faulty.wrong} wrong, {faulty.moves} moves, gaps of at most "
         f"{faulty.gap:.2f} s; {faulty.left} blocks or slots of host memory still in use"
+    )
+    sent = found.ahead
+    told.append(
+        f"caches sent ahead: {sent.moved} of {sent.requests} requests moved, {sent.cached} of them "
+        f"with their caches, {sent.whole} whole, {sent.wrong} wrong; gaps of at most "
+        f"{sent.gap:.2f} s, {sent.usual_gap:.2f} s without; of {sent.kills * sent.requests} more "
+        f"under {sent.kills} kills {sent.killed_whole} whole, {sent.killed_wrong} wrong"
     )
     told += [
         f"roles {each.roles or 'as the router decides'}: of {each.requests} requests {each.live} "

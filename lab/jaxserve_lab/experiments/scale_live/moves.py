@@ -20,6 +20,7 @@ from jaxserve_lab.experiments.scale_live.streams import (
     Stream,
     metric,
     mixed,
+    wait_replaced,
 )
 
 MOVING, MOVING_TOKENS = 40, 48
@@ -114,12 +115,7 @@ def faults(cluster: Cluster, kills: int) -> Faults:
         timer = threading.Timer(drawn.uniform(0, WITHIN_S), os.kill, (victim, signal.SIGKILL))
         ended.append(asyncio.run(ask(AT_ONCE, when=1, then=timer.start)))
         timer.join()
-
-        def replaced(victim: int = victim) -> bool:
-            there = cluster.processes()
-            return victim not in there and len(there) == 2 and cluster.replicas() == 2
-
-        cluster.wait(replaced, "another replica instead of the one that was killed")
+        wait_replaced(cluster, victim)
     right = [
         text.startswith(one.text) if one.error else one.text == text
         for each in ended

@@ -218,6 +218,15 @@ async def mixed(
         return await many(list(map(ask, range(count))), when, then)
 
 
+def wait_replaced(cluster: Cluster, victim: int) -> None:
+    """Waits until two replicas serve, another one instead of the one with this process id."""
+
+    def replaced() -> bool:
+        return len({*cluster.processes()} - {victim}) == 2 == cluster.replicas()
+
+    cluster.wait(replaced, "another replica instead of the one that is lost")
+
+
 def metric(cluster: Cluster, name: str, **labels: str) -> float:
     """The sum of a metric over the replicas, each of which says whose it is.
 
