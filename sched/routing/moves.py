@@ -2,9 +2,9 @@
 (DistServe, Zhong et al., OSDI 2024; Llumnix, Sun et al., OSDI 2024).
 
 No replica is for prompts or for decodes unless it has a `Role`. If prompts make tokens late, they
-go to as few replicas as they fill, and elsewhere only to be in time, whatever the request's own
-target between tokens is. Behind its prompt it goes where its tokens are predicted to be in time.
-Where prompts make no token late, requests stay where they are.
+go where others are, and elsewhere only to be in time, whatever the request's own target between
+tokens is. Behind its prompt it goes where its tokens are predicted to be in time. Where prompts
+make no token late, requests stay where they are.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxserve.sched.slo.classes import time_of
 GAIN = 0.05  # targets that a move has to save
 STEPS = 2.0  # that are under way, or planned, where a request comes
 LATELY = 60.0  # seconds over which prompts are counted
-OFTEN = 0.01  # seconds
+OFTEN = 0.01  # seconds between two looks at what was counted
 BACK = 1.0  # seconds: then the clock was set back, rather than this asked a little late
-SEEN = 2.0  # seconds of them before which their share of the time is not known
+SEEN = 1.0  # seconds of them before which their share of the time is not known
 SLACK = 0.3  # replicas fewer than there are for prompts before one less is
 MOST = 0.5  # targets of others that a prompt may be worth: behind it come more that are late
 PACKED = 0.1  # targets that a prompt gains where prompts go
@@ -92,6 +92,7 @@ class Moves:
         self._fleet, self._link, self._time = fleet, link, math.inf
         self._seen = 0.0  # seconds over which `Fleet.prompts` were counted, old ones less
         self._late = np.zeros(len(fleet))
+        self._everywhere = False  # whether prompts make tokens late, as of the last look
         fleet.per_token = link.per_token
 
     def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
@@ -102,11 +103,14 @@ class Moves:
             ask: The request.
             now: Seconds, on the snapshots' clock.
         """
-        may = self._fleet.taking(up, prompts=True)
-        self._look(now)
-        if not self._fleet.apart:
-            self._pack(up)
-        return int(np.where(may, self.prompt_values(ask, now), np.inf).argmin())
+        fleet = self._fleet
+        if self._look(now) and not fleet.apart:
+            self._unpack(up, ask)
+        values = np.where(fleet.taking(up, prompts=True), self.prompt_values(ask, now), np.inf)
+        at = int(values.argmin())
+        if self._everywhere and not fleet.packed[at]:
+            fleet.packed[at], self._late[at] = True, 1.0
+        return at
 
     def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
         """What a prompt would cost at each replica, in targets, [replicas]."""
@@ -123,38 +127,38 @@ class Moves:
         return self._late
 
     def _count(self) -> None:
-        fleet = self._fleet
-        self._late = np.minimum(fleet.prompts * (1.0 / (LATELY * FEW)), fleet.packed)
+        few = max(self._seen, SEEN) * FEW
+        self._late = np.minimum(self._fleet.prompts / few, self._fleet.packed)
 
-    def _look(self, now: float) -> None:
-        """Forgets old prompts: at most every OFTEN, so that decisions are fast."""
+    def _look(self, now: float) -> bool:
+        """Forgets old prompts: at most every OFTEN, so that decisions are fast. Returns whether it
+        was time."""
         gone, fleet = now - self._time, self._fleet
         if -BACK < gone < OFTEN:
-            return
+            return False
         kept, self._time = math.exp(-max(gone, 0.0) / LATELY), now
         fleet.prompts *= kept
         self._seen = LATELY - (LATELY - self._seen) * kept
         self._count()
+        return True
 
-    def _pack(self, up: np.ndarray) -> None:
-        """Adds replicas for prompts, or takes one away, if those of the last LATELY would fill
-        more or fewer. None are for prompts unless prompts make tokens late everywhere. up: those
-        that take requests, bool [replicas]."""
+    def _unpack(self, up: np.ndarray, ask: RoutingRequest) -> None:
+        """Takes a replica away from those for prompts if the prompts of the last LATELY would fill
+        fewer, or all of them if prompts do not make tokens late everywhere.
+
+        Args:
+            up: bool [replicas], those that take requests.
+            ask: One that comes.
+        """
         fleet, s = self._fleet, self._fleet.columns
-        if np.where(up, s.decode + s.prefill, np.inf).min() <= NEAR * s.tbt.min():
-            fleet.packed[:] = False
-            self._count()
-            return
-        wanted = fleet.prompts.sum() / max(self._seen, SEEN)
+        least = np.where(up, s.decode + s.prefill, np.inf).min()
+        self._everywhere = bool(least > NEAR * min(s.tbt.min(), ask.tbt))
         mine = fleet.packed & up
-        count, most = int(np.count_nonzero(mine)), int(np.count_nonzero(up))
-        if count - 1 - SLACK <= wanted <= count:
-            return
-        if count > wanted:
+        count = np.count_nonzero(mine)
+        if not self._everywhere:
+            fleet.packed[:] = False
+        elif count - 1 - SLACK > fleet.prompts.sum() / max(self._seen, SEEN):
             fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False
-        for _ in range(count, min(math.ceil(wanted), most)):
-            others = np.where(up & ~fleet.packed, fleet.columns.running, np.inf)
-            fleet.packed[others.argmin()] = True
         self._count()
 
     def goes_on_at(self, up: np.ndarray, here: int, ask: RoutingRequest, now: float) -> int:

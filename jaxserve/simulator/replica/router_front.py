@@ -248,13 +248,15 @@ class Front:
         return None
 
     def _leave_next(self) -> None:
-        """The pages of a request are where it goes on."""
+        """The pages of a request are where it goes on. If that has died, it stays."""
         leaving = when, number, place, pages = heapq.heappop(self._leaving)
         if self._ahead.get(number) is not leaving:
             return
         del self._ahead[number]
-        machine = self._machines[self._at[number]]
-        if not (machine.dead or self._outputs.over[number]):
+        machine, other = (
+            self._machines[at] for at in (self._at[number], self._replica(number, place))
+        )
+        if not (machine.dead or other.dead or self._outputs.over[number]):
             self._leave(number, place, max(when, machine.now), pages)
 
     def _look(self, first: int, now: float) -> None:

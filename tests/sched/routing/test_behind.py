@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -172,23 +173,32 @@ def test_prompts_are_apart_only_where_tokens_would_be_late_beside_them() -> None
         assert router.goes_on_at(0, RoutingRequest(100, tbt=tbt), 1.0) == place
 
 
-def test_prompts_go_to_as_few_replicas_as_they_fill() -> None:
-    """One more when they take longer, one less when fewer come; none that is down."""
-    router, ask = routed(*[IDLE] * 4), RoutingRequest(100, ttft=9.0, tbt=0.02)
-    fleet, now = router.fleet, 1.0
-    fleet.columns.tbt[0] = 0.02
-    for share, count in ((0.5, 1), (1.5, 2), (2.5, 3), (2.1, 3), (1.6, 2), (9.0, 4), (0.0, 1)):
+def test_prompts_go_where_others_are_as_long_as_they_are_in_time() -> None:
+    """To one more if not, to one less if those of the last minute would fill fewer."""
+    router, ask = routed(*[IDLE] * 4), RoutingRequest(1000, ttft=1.0, tbt=0.02)
+    fleet = router.fleet
+    placed = []
+    for _ in range(int(3.5 / alone(1000))):
+        placed.append(router.choose(ask, 1.0))
+        fleet.send(placed[-1], ask, 1.0)
+        assert {*placed} == {*np.flatnonzero(fleet.packed)}
+    for count in range(1, len(placed) + 1):
+        seconds = count * alone(1000)
+        assert len({*placed[:count]}) <= math.ceil(seconds / 0.6), "to another only if one is full"
+    assert len({*placed}) == 4, "all are in time"
+
+    now = 1.0
+    for share, count in ((3.0, 4), (2.1, 3), (1.8, 3), (1.5, 2), (0.0, 1)):
         for _ in range(200):  # until the last minute is forgotten
             now += 1.0
+            for place in range(4):
+                fleet.hear(place, idle_snapshot(FIXED, now))
+            fleet.columns.tbt[:] = 0.02
             fleet.prompts += share / 4
             router.choose(ask, now)
         assert np.count_nonzero(fleet.packed) == count, share
-    fleet.prompts[:] = 60.0
-    fleet.lose(int(fleet.packed.argmax()))
-    router.choose(ask, now + 1)
-    assert np.count_nonzero(fleet.packed & fleet.up) == 3
     fleet.columns.tbt[:] = 9.0
-    router.choose(ask, now + 2)
+    router.choose(ask._replace(tbt=9.0), now + 2)
     assert not fleet.packed.any(), "prompts make no token late"
     fleet.grow(4)
     assert router.goes_on_at(0, ask, now + 1) in range(8)
