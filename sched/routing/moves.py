@@ -92,7 +92,8 @@ class Moves:
         self._fleet, self._link, self._time = fleet, link, math.inf
         self._seen = 0.0  # seconds over which `Fleet.prompts` were counted, old ones less
         self._late = np.zeros(len(fleet))
-        self._everywhere = False  # whether prompts make tokens late, as of the last look
+        self._looked = False  # since packed replicas were last counted
+        self._everywhere = False  # whether prompts make tokens late, as of then
         fleet.per_token = link.per_token
 
     def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
@@ -103,12 +104,13 @@ class Moves:
             ask: The request.
             now: Seconds, on the snapshots' clock.
         """
-        fleet = self._fleet
-        if self._look(now) and not fleet.apart:
+        fleet, packs = self._fleet, not self._fleet.apart
+        self._look(now)
+        if packs and self._looked:
             self._unpack(up, ask)
         values = np.where(fleet.taking(up, prompts=True), self.prompt_values(ask, now), np.inf)
         at = int(values.argmin())
-        if self._everywhere and not fleet.packed[at]:
+        if packs and self._everywhere and not fleet.packed[at]:
             fleet.packed[at], self._late[at] = True, 1.0
         return at
 
@@ -130,17 +132,16 @@ class Moves:
         few = max(self._seen, SEEN) * FEW
         self._late = np.minimum(self._fleet.prompts / few, self._fleet.packed)
 
-    def _look(self, now: float) -> bool:
-        """Forgets old prompts: at most every OFTEN, so that decisions are fast. Returns whether it
-        was time."""
+    def _look(self, now: float) -> None:
+        """Forgets old prompts: at most every OFTEN, so that decisions are fast."""
         gone, fleet = now - self._time, self._fleet
         if -BACK < gone < OFTEN:
-            return False
+            return
         kept, self._time = math.exp(-max(gone, 0.0) / LATELY), now
         fleet.prompts *= kept
         self._seen = LATELY - (LATELY - self._seen) * kept
         self._count()
-        return True
+        self._looked = True
 
     def _unpack(self, up: np.ndarray, ask: RoutingRequest) -> None:
         """Takes a replica away from those for prompts if the prompts of the last LATELY would fill
@@ -150,7 +151,7 @@ class Moves:
             up: bool [replicas], those that take requests.
             ask: One that comes.
         """
-        fleet, s = self._fleet, self._fleet.columns
+        fleet, s, self._looked = self._fleet, self._fleet.columns, False
         least = np.where(up, s.decode + s.prefill, np.inf).min()
         self._everywhere = bool(least > NEAR * min(s.tbt.min(), ask.tbt))
         mine = fleet.packed & up
