@@ -93,7 +93,7 @@ class Moves:
         self._seen = 0.0  # seconds over which `Fleet.prompts` were counted, old ones less
         self._late = np.zeros(len(fleet))
         self._looked = False  # since packed replicas were last counted
-        self._everywhere = False  # whether prompts make tokens late, as of then
+        self._packs = False  # whether prompts make tokens late, as of then
         fleet.per_token = link.per_token
 
     def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
@@ -104,13 +104,13 @@ class Moves:
             ask: The request.
             now: Seconds, on the snapshots' clock.
         """
-        fleet, packs = self._fleet, not self._fleet.apart
+        fleet, alike = self._fleet, not self._fleet.apart
         self._look(now)
-        if packs and self._looked:
+        if alike and self._looked:
             self._unpack(up, ask)
         values = np.where(fleet.taking(up, prompts=True), self.prompt_values(ask, now), np.inf)
         at = int(values.argmin())
-        if packs and self._everywhere and not fleet.packed[at]:
+        if alike and self._packs and not fleet.packed[at]:
             fleet.packed[at], self._late[at] = True, 1.0
         return at
 
@@ -145,18 +145,20 @@ class Moves:
 
     def _unpack(self, up: np.ndarray, ask: RoutingRequest) -> None:
         """Takes a replica away from those for prompts if the prompts of the last LATELY would fill
-        fewer, or all of them if prompts do not make tokens late everywhere.
+        fewer, or all of them if at most half of the replicas with targets between tokens would miss
+        theirs by prompts: some may be slow, or have a target that nobody makes.
 
         Args:
             up: bool [replicas], those that take requests.
             ask: One that comes.
         """
         fleet, s, self._looked = self._fleet, self._fleet.columns, False
-        least = np.where(up, s.decode + s.prefill, np.inf).min()
-        self._everywhere = bool(least > NEAR * min(s.tbt.min(), ask.tbt))
+        tbt = np.where(up, np.minimum(s.tbt, ask.tbt), np.inf)
+        missed = np.count_nonzero(s.decode + s.prefill > NEAR * tbt)
+        self._packs = bool(2 * missed > np.count_nonzero(tbt < np.inf))
         mine = fleet.packed & up
         count = np.count_nonzero(mine)
-        if not self._everywhere:
+        if not self._packs:
             fleet.packed[:] = False
         elif count - 1 - SLACK > fleet.prompts.sum() / max(self._seen, SEEN):
             fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False

@@ -207,6 +207,15 @@ def test_prompts_go_where_others_are_as_long_as_they_are_in_time() -> None:
     assert not fleet.packed[0] and not fleet.coming[0]
 
 
+@pytest.mark.parametrize("late", range(5))
+def test_a_few_who_cannot_be_served_in_time_are_no_reason_to_gather_prompts(late: int) -> None:
+    """Slow replicas, or requests that want a token in a microsecond."""
+    router = routed(*[stepping(0.01)] * 4)
+    router.fleet.columns.tbt[:] = [1e-6] * late + [9.0] * (4 - late)
+    router.choose(RoutingRequest(100, ttft=9.0), 1.0)
+    assert router.fleet.packed.any() == (late > 2)
+
+
 def test_caches_come_one_after_another() -> None:
     """And a request goes where it need not wait for others'."""
     link = Link(0.0, 1e-5)
