@@ -37,9 +37,11 @@ def first_token(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -
     return wait + prompt_seconds(s, q, found) + s.decode
 
 
-def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> Any:
+def violation(
+    s: Any, work: Any, short: Any, q: Any, found: Any, now: float, others: Any = 1.0
+) -> Any:
     """Predicted SLO violation if q goes there: its own TTFT and JCT, and the tighter of its TBT and
-    that of running requests there, each from 0 to 1. A replica with requests whose targets it has
+    that of running requests there, each from 0 to 1, the last times `others`. A replica with requests whose targets it has
     given up counts as late by the time of their work. Poor recent attainment adds to it, and a late
     first token adds a little, which breaks ties; prefixes found there subtract from it, since they
     leave time to others.
@@ -51,6 +53,7 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
         q: The `RoutingRequest`.
         found: Tokens of its prompt that it would find in s's prefix cache.
         now: Seconds on the snapshots' clock.
+        others: How many targets between tokens are missed if one is.
     """
     first = first_token(s, work, short, q, found, now)
     decode = s.decode + q.sequences * s.row + q.sequences * q.prompt_len * s.read
@@ -58,7 +61,7 @@ def violation(s: Any, work: Any, short: Any, q: Any, found: Any, now: float) -> 
     # Relegated requests were to come first, too, so this one may well be next where some are. Not
     # for breaking ties: if all are late anyway, the requests before it count.
     late = miss((first + s.relegated_work) / q.ttft)
-    missed = late + miss((first + s.mean_output * decode) / q.jct) + miss(tbt)
+    missed = late + miss((first + s.mean_output * decode) / q.jct) + others * miss(tbt)
     saved = SAVED * (q.prompts * found * s.token)
     return missed + (START * first - saved) / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
 

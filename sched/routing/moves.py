@@ -254,11 +254,9 @@ def prompt_value(
         s, work, short, ask, found, now: As `violation`.
         late: As `Moves.late`.
     """
-    # Its own time between tokens is a matter of where it goes on.
-    value = violation(s, work, short, ask._replace(tbt=np.inf), found, now)
-    step = s.decode + s.prefill
     victims = np.minimum(s.running * (1.0 - (1.0 - LESS) * late), MOST)
+    # Its own time between tokens is a matter of where it goes on: it will have to.
+    value = violation(s, work, short, ask._replace(tbt=np.inf), found, now, victims)
+    value += miss(s.prefill / ask.tbt)
     # Where prompts make no token of it late, they need not be apart.
-    packed = PACKED * late * (step > NEAR * ask.tbt)
-    value += miss(s.prefill / ask.tbt)  # it will have to go on
-    return value + miss(step / s.tbt) * (victims - 1.0) - packed
+    return value - PACKED * late * (s.decode + s.prefill > NEAR * ask.tbt)
