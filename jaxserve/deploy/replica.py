@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
-from prometheus_client import Metric
+from prometheus_client import Counter, Metric
 
 from jaxserve.config import Config
 from jaxserve.deploy.flags import replica_config
@@ -119,6 +119,8 @@ class EngineReplica:
         classes = slo_classes(config.server.slo_classes)
         self._frontends = Frontends(self._engine, options, tracker, access, classes)
         self._metrics = MetricsRegistry(self._engine, tracker)
+        text = "What is cached of answers that came here before these did."
+        self._ahead = Counter("jaxserve:caches_ahead", text, registry=self._metrics.registry)
         self._app = self._frontends.application(template, self._metrics)
         self._handler = self._frontends.generation_handler()
         self._loop = asyncio.get_running_loop()
@@ -298,6 +300,7 @@ class EngineReplica:
         """
         pages = await asyncio.to_thread(self._get, handle)
         if pages:
+            self._ahead.inc()
             self._brought[key] = pages
 
             def drop() -> None:

@@ -111,11 +111,13 @@ class Behind:
             each = fleet.found(ask)
             each = each if isinstance(each, float) else float(each[to])
             first = first_token(s, *queue_of(s, ask), ask, each, now)
-            if min(value - values[to], here_missed - _missed(first, s, output, ask)) < CLEAR:
+            saved = here_missed - _missed(first, s, output, ask)
+            if not (may[to] and min(value - values[to], saved) >= CLEAR):
                 in_vain += 1
                 continue
             fleet.leave(here, one.ask, now, begun=False)
             fleet.send(to, one.ask, now)
+            self._moves.pack(to, one.ask, now)
             found.append((number, to))
         return found
 
@@ -143,7 +145,8 @@ class Behind:
                 continue
             values, missed = self._moves.decode_values(here, ask, now)
             to = int(np.where(may, values, np.inf).argmin())
-            if min(values[here] - values[to], missed[here] - missed[to]) < CLEAR:
+            saved = min(values[here] - values[to], missed[here] - missed[to])
+            if not (may[to] and saved >= CLEAR):
                 in_vain += 1
                 continue
             fleet.leave(here, ask, now, begun=True)

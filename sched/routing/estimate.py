@@ -17,6 +17,7 @@ from jaxserve.sched.routing.snapshot import prompt_blocks, prompt_seconds
 NEAR = 0.6  # share of a target from which a miss is possible: predictions are inexact
 DISTRUST = 0.5  # cost, in targets, of a replica where no recent request attained any
 START = 0.05  # cost, in targets, of a first token that is later by a whole target
+PATIENCE = 10.0  # seconds of a TTFT target for what has none, or a longer one
 SAVED = 0.15  # gain, in targets, of others for a whole target less to compute
 
 
@@ -41,10 +42,10 @@ def violation(
     s: Any, work: Any, short: Any, q: Any, found: Any, now: float, others: Any = 1.0
 ) -> Any:
     """Predicted SLO violation if q goes there: its own TTFT and JCT, and the tighter of its TBT and
-    that of running requests there, each from 0 to 1, the last times `others`. A replica with requests whose targets it has
-    given up counts as late by the time of their work. Poor recent attainment adds to it, and a late
-    first token adds a little, which breaks ties; prefixes found there subtract from it, since they
-    leave time to others.
+    that of running requests there, each from 0 to 1, the last multiplied by `others`. A replica
+    with requests whose targets it has given up counts as late by the time of their work. Poor
+    recent attainment adds to it, and a late first token adds a little, which breaks ties; prefixes
+    found there subtract from it, since they leave time to others.
 
     Args:
         s: What is known of a replica, a record of KNOWN, or several as columns.
@@ -63,7 +64,9 @@ def violation(
     late = miss((first + s.relegated_work) / q.ttft)
     missed = late + miss((first + s.mean_output * decode) / q.jct) + others * miss(tbt)
     saved = SAVED * (q.prompts * found * s.token)
-    return missed + (START * first - saved) / min(q.ttft, 10.0) + DISTRUST * (1.0 - s.attainment)
+    return (
+        missed + (START * first - saved) / min(q.ttft, PATIENCE) + DISTRUST * (1.0 - s.attainment)
+    )
 
 
 def miss(share: Any) -> Any:

@@ -121,7 +121,8 @@ class Fleet:
         columns: The last snapshots, updated by what has been sent since.
         prefixes: Prefixes of each replica; None if not used.
         roles: `Role` of each replica, int8 [replicas].
-        prompts: Seconds of prompts that each has got, float64 [replicas]; `Moves` forgets old ones.
+        prompts: Seconds of prompts that each has got, over a long time and over a short one,
+            float64 [2, replicas]; `Moves` forgets old ones.
         packed: Whether prompts go there rather than elsewhere, bool [replicas]; `Moves` says so.
         left: When a request last left each because it was behind, seconds, float64 [replicas].
         coming: Until when caches are on their way to each, one after the other, likewise.
@@ -135,7 +136,7 @@ class Fleet:
         self._sent = _nothing_sent(count)
         self._left: list[deque[tuple[float, RoutingRequest, bool]]] = _nothing_left(count)
         self.prefixes: KnownPrefixes | None = None
-        self.roles, self.prompts = np.zeros(count, np.int8), np.zeros(count)
+        self.roles, self.prompts = np.zeros(count, np.int8), np.zeros((2, count))
         self.left = np.full(count, -np.inf)
         self.coming, self.per_token = np.zeros(count), 0.0
         self.packed = np.zeros(count, bool)
@@ -178,7 +179,7 @@ class Fleet:
         self._sent += _nothing_sent(count)
         self._left += _nothing_left(count)
         self.roles = np.concatenate([self.roles, np.zeros(count, np.int8)])
-        self.prompts = np.concatenate([self.prompts, np.zeros(count)])
+        self.prompts = np.concatenate([self.prompts, np.zeros((2, count))], axis=1)
         self.left = np.concatenate([self.left, np.full(count, -np.inf)])
         self.coming = np.concatenate([self.coming, np.zeros(count)])
         self.packed = np.concatenate([self.packed, np.zeros(count, bool)])
@@ -190,16 +191,18 @@ class Fleet:
         self._known[:, replica] = _nothing_known(1)[:, 0]
         self._sent[replica].clear()
         self._left[replica].clear()
-        self.roles[replica], self.prompts[replica] = Role.ANY, 0.0
+        self.prompts[:, replica], self.packed[replica] = 0.0, False
         self.left[replica], self.coming[replica] = -np.inf, 0.0
-        self.packed[replica] = False
+        self.set_role(replica, Role.ANY)
         if self.prefixes is not None:
             self.prefixes.forget(replica)
 
     def set_role(self, replica: int, role: Role) -> None:
         """Has the replica compute only that, until it is forgotten."""
-        self.roles[replica], self.packed[replica] = role, False
+        self.roles[replica] = role
         self.apart = bool(self.roles.any())
+        if self.apart:
+            self.packed[:] = False
 
     def taking(self, up: np.ndarray, *, prompts: bool) -> np.ndarray:
         """Which of the replicas that are up take prompts, or requests behind them: those for both
@@ -261,7 +264,7 @@ class Fleet:
             begins = max(float(self.coming[replica]), now)
             self.coming[replica] = begins + ask.prompt_len * self.per_token
         else:
-            self.prompts[replica] += prompt_seconds(known, ask, found)
+            self.prompts[:, replica] += prompt_seconds(known, ask, found)
         add_request(known, ask, found, now)
         self._known[:, replica] = [*vars(known).values()]
 
@@ -276,6 +279,9 @@ class Fleet:
         """
         known = self.row(replica)
         self._left[replica].append((now, ask, begun))
+        if not begun:
+            gone = self.prompts[:, replica] - prompt_seconds(known, ask, 0.0)
+            self.prompts[:, replica] = np.maximum(gone, 0.0)
         remove_request(known, ask, begun)
         self.left[replica] = now
         self._known[:, replica] = [*vars(known).values()]

@@ -2,9 +2,9 @@
 (DistServe, Zhong et al., OSDI 2024; Llumnix, Sun et al., OSDI 2024).
 
 No replica is for prompts or for decodes unless it has a `Role`. If prompts make tokens late, they
-go where others are, and elsewhere only to be in time, whatever the request's own target between
-tokens is. Behind its prompt it goes where its tokens are predicted to be in time. Where prompts
-make no token late, requests stay where they are.
+gather at a few replicas, one more of them if they would be late there, whatever their own target
+between tokens is. Behind its prompt a request goes where its tokens are predicted to be in time.
+Where prompts make no token late, it stays where it is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.sched.routing.estimate import NEAR, START, miss, violation
+from jaxserve.sched.routing.estimate import NEAR, PATIENCE, START, miss, violation
 from jaxserve.sched.routing.fleet import Fleet, Role, RoutingRequest
 from jaxserve.sched.routing.snapshot import prompt_blocks
 from jaxserve.sched.slo.classes import time_of
 
 GAIN = 0.05  # targets that a move has to save
 STEPS = 2.0  # that are under way, or planned, where a request comes
-LATELY = 60.0  # seconds over which prompts are counted
+LATELY = np.array([60.0, 5.0])  # seconds over which prompts are counted: usually, and now
 OFTEN = 0.01  # seconds between two looks at what was counted
 BACK = 1.0  # seconds: then the clock was set back, rather than this asked a little late
 SEEN = 1.0  # seconds of them before which their share of the time is not known
@@ -90,10 +90,11 @@ class Moves:
 
     def __init__(self, fleet: Fleet, link: Link) -> None:
         self._fleet, self._link, self._time = fleet, link, math.inf
-        self._seen = 0.0  # seconds over which `Fleet.prompts` were counted, old ones less
+        self._seen = np.zeros(2)  # seconds over which they were counted, old ones less
         self._late = np.zeros(len(fleet))
         self._looked = False  # since packed replicas were last counted
-        self._packs = False  # whether prompts make tokens late, as of then
+        self._packs = False  # whether prompts made tokens late then
+        self._packed_at = -math.inf
         fleet.per_token = link.per_token
 
     def begins_at(self, up: np.ndarray, ask: RoutingRequest, now: float) -> int:
@@ -104,15 +105,46 @@ class Moves:
             ask: The request.
             now: Seconds, on the snapshots' clock.
         """
-        fleet, alike = self._fleet, not self._fleet.apart
+        fleet = self._fleet
         self._look(now)
-        if alike and self._looked:
-            self._unpack(up, ask)
+        if self._looked:
+            self._unpack(up)
         values = np.where(fleet.taking(up, prompts=True), self.prompt_values(ask, now), np.inf)
         at = int(values.argmin())
-        if alike and self._packs and not fleet.packed[at]:
-            fleet.packed[at], self._late[at] = True, 1.0
+        if up[at]:
+            self.pack(at, ask, now)
         return at
+
+    def pack(self, at: int, ask: RoutingRequest, now: float) -> None:
+        """From now on prompts go there, as this one does, if they make tokens late.
+
+        Args:
+            at: The replica.
+            ask: The request.
+            now: Seconds, on the snapshots' clock.
+        """
+        fleet, s = self._fleet, self._fleet.columns
+        if fleet.packed[at] or fleet.apart:
+            return
+        if not (self._packs or s.idle[at] < ask.tbt < (s.decode[at] + s.prefill[at]) / NEAR):
+            return
+        up = fleet.up
+        left = np.count_nonzero(up & ~fleet.packed) - 1
+        if left >= self._filled(up, ask):
+            fleet.packed[at], self.late[at], self._packed_at = True, 1.0, now
+
+    def _filled(self, up: np.ndarray, ask: RoutingRequest) -> float:
+        """How many replicas decodes fill: with more of them, requests that come would wait there
+        for longer than their time between tokens.
+
+        Args:
+            up: bool [replicas], those that take requests.
+            ask: One that may come.
+        """
+        s = self._fleet.columns
+        longest = (s.tbt - self._link.seconds(ask.prompt_len)) / STEPS
+        filled = (s.decode - s.idle) / np.maximum(longest - s.idle, s.idle)
+        return float(filled[up].sum())
 
     def prompt_values(self, ask: RoutingRequest, now: float) -> np.ndarray:
         """What a prompt would cost at each replica, in targets, [replicas]."""
@@ -128,40 +160,43 @@ class Moves:
             self._count()
         return self._late
 
+    def _shares(self) -> np.ndarray:
+        """Of the time, for prompts, [2, replicas]."""
+        return self._fleet.prompts / np.maximum(self._seen, SEEN)[:, None]
+
     def _count(self) -> None:
-        few = max(self._seen, SEEN) * FEW
-        self._late = np.minimum(self._fleet.prompts / few, self._fleet.packed)
+        self._late = np.minimum(self._shares().max(0) / FEW, self._fleet.packed)
 
     def _look(self, now: float) -> None:
         """Forgets old prompts: at most every OFTEN, so that decisions are fast."""
-        gone, fleet = now - self._time, self._fleet
+        gone = now - self._time
         if -BACK < gone < OFTEN:
             return
-        kept, self._time = math.exp(-max(gone, 0.0) / LATELY), now
-        fleet.prompts *= kept
+        kept, self._time = np.exp(-max(gone, 0.0) / LATELY), now
+        self._fleet.prompts *= kept[:, None]
         self._seen = LATELY - (LATELY - self._seen) * kept
         self._count()
         self._looked = True
 
-    def _unpack(self, up: np.ndarray, ask: RoutingRequest) -> None:
-        """Takes a replica away from those for prompts if the prompts of the last LATELY would fill
-        fewer, or all of them if at most half of the replicas with targets between tokens would miss
-        theirs by prompts: some may be slow, or have a target that nobody makes.
+    def _unpack(self, up: np.ndarray) -> None:
+        """Takes a replica away from those for prompts if these would fill fewer, or all of them if
+        at most half of the replicas with targets between tokens would miss theirs by prompts: some
+        may be slow. Targets that nobody makes do not count.
 
         Args:
             up: bool [replicas], those that take requests.
-            ask: One that comes.
         """
         fleet, s, self._looked = self._fleet, self._fleet.columns, False
-        tbt = np.where(up, np.minimum(s.tbt, ask.tbt), np.inf)
-        missed = np.count_nonzero(s.decode + s.prefill > NEAR * tbt)
-        self._packs = bool(2 * missed > np.count_nonzero(tbt < np.inf))
-        mine = fleet.packed & up
-        count = np.count_nonzero(mine)
+        tight = up & (s.tbt > s.idle) & (s.tbt < np.inf)
+        missed = tight & (s.decode + s.prefill > NEAR * s.tbt)
+        self._packs = bool(2 * np.count_nonzero(missed) > np.count_nonzero(tight))
+        mine, shares = fleet.packed & up, self._shares()
         if not self._packs:
             fleet.packed[:] = False
-        elif count - 1 - SLACK > fleet.prompts.sum() / max(self._seen, SEEN):
-            fleet.packed[np.where(mine, fleet.prompts, np.inf).argmin()] = False
+        elif 0 <= self._time - self._packed_at < LATELY[1]:
+            pass  # a burst may have begun, of which little was counted
+        elif np.count_nonzero(mine) - 1 - SLACK > shares.sum(1).max():
+            fleet.packed[np.where(mine, shares.max(0), np.inf).argmin()] = False
         self._count()
 
     def goes_on_at(self, up: np.ndarray, here: int, ask: RoutingRequest, now: float) -> int:
@@ -256,7 +291,8 @@ def prompt_value(
     """
     victims = np.minimum(s.running * (1.0 - (1.0 - LESS) * late), MOST)
     # Its own time between tokens is a matter of where it goes on: it will have to.
-    value = violation(s, work, short, ask._replace(tbt=np.inf), found, now, victims)
+    asked = ask._replace(ttft=min(ask.ttft, PATIENCE), tbt=np.inf)
+    value = violation(s, work, short, asked, found, now, victims)
     value += miss(s.prefill / ask.tbt)
     # Where prompts make no token of it late, they need not be apart.
     return value - PACKED * late * (s.decode + s.prefill > NEAR * ask.tbt)

@@ -201,8 +201,11 @@ class Router:
         if not up.any():
             raise NoReplica("no replica takes requests")
         if self._moves is not None:
-            return self._moves.begins_at(up, ask, now)
-        return self.way.choose(self.fleet, up, self._lots, ask, now)
+            at = self._moves.begins_at(up, ask, now)
+        else:
+            at = self.way.choose(self.fleet, up, self._lots, ask, now)
+        # If none is of any use to a target of nearly no time, all are alike.
+        return at if up[at] else int(up.argmax())
 
     def goes_on_at(
         self, here: int, ask: RoutingRequest, now: float, besides: Sequence[int] = ()
@@ -217,7 +220,9 @@ class Router:
             besides: Replicas that cannot go on with it.
         """
         assert self._moves is not None
-        return self._moves.goes_on_at(self._up(besides), here, ask, now)
+        up = self._up(besides)
+        to = self._moves.goes_on_at(up, here, ask, now)
+        return to if up[to] else here
 
     def sends_ahead(self, here: int, ask: RoutingRequest, now: float) -> bool:
         """See `Moves.sends_ahead`. Only with a link."""

@@ -142,6 +142,23 @@ def test_tokens_come_while_a_cache_is_on_a_long_way(monkeypatch: pytest.MonkeyPa
     assert again[2] > 1.8 * prompts and longest[2] < 0.5, longest
 
 
+def test_it_stays_if_the_replica_dies_to_which_its_cache_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `deploy/moves/mover.py` has it: no token waits for that."""
+    monkeypatch.setattr(Router, "goes_on_at", lambda router, here, *given: 1 - here)
+    workload = long_prompts(1, 0.5)
+    link = Link(0.002, 5e-5)
+    alone = served(workload, link, replicas=2).requests
+    assert alone.moves[0] == 1
+    begun = float(alone.times.first_token[0])
+    assert begun + link.seconds(int(workload.prompt_len[0])) > begun + 0.05
+    fault = Fault(int(alone.replica[0]), begun + 0.03, notice=5.0)
+    stayed = served(workload, link, replicas=2, faults=(fault,)).requests
+    gaps, _ = stayed.tbt
+    assert stayed.finished.all() and stayed.moves[0] == 0 and gaps.max() < 0.055
+
+
 @pytest.mark.parametrize("dead", [(0, 1), (2, 3)])
 def test_where_nobody_of_a_role_is_up_the_others_do_its_work(dead: tuple[int, ...]) -> None:
     workload = long_prompts(40, 6.0)

@@ -377,6 +377,6 @@ def test_a_role_lasts_until_its_replica_is_forgotten() -> None:
     for place in range(3):
         fleet.hear(place, idle_snapshot(FIXED))
     fleet.send(moves.choose(RoutingRequest(99), 0.1), RoutingRequest(99), 0.1)
-    assert fleet.prompts.argmax() == 0 < fleet.prompts[0]
+    assert (fleet.prompts.argmax(1) == 0).all() and (fleet.prompts[:, 0] > 0).all()
     assert moves.goes_on_at(0, RoutingRequest(100), 0.2) == 1
     assert moves.goes_on_at(0, RoutingRequest(100), 0.2, besides=[1]) == 0, "2 is for prompts"

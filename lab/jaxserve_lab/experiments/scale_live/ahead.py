@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxserve.deploy.local.cluster import Cluster
 from jaxserve.deploy.settings import Settings
-from jaxserve_lab.experiments.scale_live.streams import wait_replaced
+from jaxserve_lab.experiments.scale_live.streams import metric, wait_replaced
 from jaxserve_lab.experiments.scale_live.talkers import Asked, Served, serve
 
 LINK = "2ms:10s"
@@ -30,6 +30,7 @@ class Ahead:
         wrong: Those whose text is not what it is without moves.
         moved: Those that went on at the other replica.
         cached: Those of them that found what they have cached there.
+        sent: Caches that came before their requests.
         gap: Longest time that one of them had between two pieces, in seconds.
         usual_gap: The same of those that did not move.
         kills: How often one of the two was killed under as many requests again.
@@ -43,6 +44,7 @@ class Ahead:
     wrong: int
     moved: int
     cached: int
+    sent: int
     gap: float
     usual_gap: float
     kills: int
@@ -65,6 +67,7 @@ def ahead(cluster: Cluster, plain: Settings, kills: int) -> Ahead:
     texts = [one.text for one in asyncio.run(serve(cluster, asked))]
     cluster.deploy(plain.model_copy(update={"link": LINK}))
     served, killed = asyncio.run(serve(cluster, asked)), list[Served]()
+    sent = int(metric(cluster, "caches_ahead_total"))
     for _ in range(kills):
         victim = drawn.choice(cluster.processes())
         moment = drawn.uniform(0, asked.arrival[-1])
@@ -81,6 +84,7 @@ def ahead(cluster: Cluster, plain: Settings, kills: int) -> Ahead:
         wrong=_wrong(served, texts),
         moved=len(moved),
         cached=sum(one.cached > 0 for one in moved),
+        sent=sent,
         gap=max((one.gap for one in moved), default=0.0),
         usual_gap=max((one.gap for one in served if not one.moved), default=0.0),
         kills=kills,

@@ -13,7 +13,6 @@ from which `python -m jaxserve_lab.experiments.scale` writes a section of its pa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -219,7 +218,7 @@ def measure(
         frozen = freeze(cluster)
         moved = apart(cluster, settings(2, 0))
         faulty = faults(cluster, kills)
-        sent = ahead(cluster, settings(2, 0), kills // 2)
+        sent = ahead(cluster, settings(2, 0), kills // 4)
         agreed = tuple(agree(cluster, settings(2, 0), each) for each in roles)
     ttft = statistics.median(each.ttft or 0.0 for each in alone)
     return Found(where, ready, ttft, up, killed, down, drained, frozen, moved, faulty, sent, agreed)
@@ -272,9 +271,9 @@ def lost(cluster: Cluster, by: signal.Signals) -> Killed:
     try:
         ended, began = asyncio.run(mixed(cluster, STREAMS, TOKENS, BEGUN, kill)), time.monotonic()
         with _Asking(cluster, MANY):
-            wait_replaced(cluster, victim)
+            wait_replaced(cluster, victim, _SCALE_S)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nobody else ends what is stopped
+        if by == signal.SIGSTOP and victim in cluster.processes():
             os.kill(victim, signal.SIGKILL)
     outcomes = Counter(each.outcome for each in ended)
     expected = [texts[number % len(SEEDS)] for number in range(STREAMS)]

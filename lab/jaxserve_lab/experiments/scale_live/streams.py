@@ -14,7 +14,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.client import make_request
-from jaxserve.deploy.local.cluster import Cluster
+from jaxserve.deploy.local.cluster import READY_S, Cluster
 from jaxserve.server.proto import generation_pb2_grpc
 
 MODEL = "tiny-stories"
@@ -218,13 +218,14 @@ async def mixed(
         return await many(list(map(ask, range(count))), when, then)
 
 
-def wait_replaced(cluster: Cluster, victim: int) -> None:
-    """Waits until two replicas serve, another one instead of the one with this process id."""
+def wait_replaced(cluster: Cluster, victim: int, seconds: float = READY_S) -> None:
+    """Waits until two replicas serve, another one instead of the one with this process id. Raises
+    NotReady if that takes longer."""
 
     def replaced() -> bool:
         return len({*cluster.processes()} - {victim}) == 2 == cluster.replicas()
 
-    cluster.wait(replaced, "another replica instead of the one that is lost")
+    cluster.wait(replaced, "another replica instead of the one that is lost", seconds)
 
 
 def metric(cluster: Cluster, name: str, **labels: str) -> float:
